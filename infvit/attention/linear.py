@@ -1,0 +1,160 @@
+"""Linear InfSA: one pooled query, one weight per token, one output for all tokens (arXiv 2603.00175)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from infvit.attention.infsa import EPS, InfSA
+from infvit.attention.mechanism import Capabilities, Mask, Projections, full_precision
+
+
+def normalised(weights: Tensor, dim: int) -> Tensor:
+    """Divides weights by their sum along `dim`, moved away from 0 by eps in the direction of its sign.
+
+    A signed activation lets the sum cross 0; eps must never cancel it.
+    """
+    total = weights.sum(dim, keepdim=True)
+    return weights / torch.where(total < 0, total - EPS, total + EPS)
+
+
+def pooled_query(q: Tensor) -> Tensor:
+    """Computes `qbar = sum_i alpha_i q_i` with `alpha_i = ||q_i|| / (sum_t ||q_t|| + eps)`.
+
+    Args:
+        q: queries, (B, H, N, D), scaled; zero where padded, so that padded tokens are in none of the sums.
+
+    Returns:
+        The pooled query, (B, H, 1, D).
+    """
+    norms = torch.linalg.vector_norm(q, dim=-1)
+    return normalised(norms, -1)[..., None, :] @ q
+
+
+def causal_linear_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mask: Mask) -> Tensor:
+    """Computes the weights of every prefix: row i is what the non-causal function gives on tokens 0..i.
+
+    Exact, and therefore quadratic in the number of tokens.
+
+    Returns:
+        Weights, (B, H, N, N), zero above the diagonal.
+    """
+    norms = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
+    pooled = (norms * q).cumsum(-2) / (norms.cumsum(-2) + EPS)
+    allowed = mask.allowed(q.shape[-2], k.shape[-2], q.device)
+    assert allowed is not None
+    scores = phi(pooled @ k.transpose(-2, -1))
+    return normalised(torch.where(allowed, scores, scores.new_zeros(())), -1)
+
+
+class LinearInfSA(InfSA):
+    """Linear InfSA: `c = gamma * sum_j a_j v_j` for every token, `a_j` from one pooled query.
+
+    O(N) time and O(D) state per head. In our models the key projection is tied to the query's (`ties_key`), as in the
+    published ones. There `absorbed` computes the same function without projecting the keys and values of each token.
+    """
+
+    name = "infsa_linear"
+    capabilities = Capabilities(
+        padding=True,
+        causal=True,
+        cross=True,
+        permutation_equivariant=True,
+        matrix=True,
+        token_map=True,
+        any_length=True,
+    )
+    token_maps = ("weights",)
+    ties_key = True
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        if mask.causal:
+            weights = causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)
+            return self.decay() * (self.attn_drop(weights) @ v)
+        weights = self._weights(q, k, mask)
+        return (self.decay() * (self.attn_drop(weights) @ v)).expand(-1, -1, q.shape[-2], -1)
+
+    def _weights(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        """Returns a, (B, H, 1, N)."""
+        scores = self.phi(pooled_query(q * self.scale) @ (k * self.scale).transpose(-2, -1))
+        if mask.keys is not None:
+            # A zeroed key scores phi(0) = 0 with all our activations; selecting does not rely on that.
+            scores = torch.where(mask.keys[:, None, None, :], scores, scores.new_zeros(()))
+        return normalised(scores, -1)
+
+    def _matrix(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
+        if mask.causal:
+            return self.decay() * causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)
+        matrix = (self.decay() * self._weights(q, k, mask)).expand(-1, -1, q.shape[-2], -1)
+        return matrix if mask.queries is None else matrix * mask.queries[:, None, :, None]
+
+    def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
+        if mask.causal:
+            return causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)[..., -1, :]
+        return self._weights(q, k, mask)[..., 0, :]
+
+    def absorbs(self, mask: Mask) -> bool:
+        """Not under a causal mask, and not with dropout on the weights."""
+        return not mask.causal and not (self.training and self.attn_drop.p > 0)
+
+    def absorbed(self, x: Tensor, weights: Projections, mask: Mask) -> Tensor:
+        """Computes the one output of all tokens from the tokens before their projection; equals `mix` up to rounding.
+
+        Only two sums leave a head: the pooled query and the weighted values. A product with a projection matrix can
+        therefore move out of the sum over tokens:
+
+            scores_h = (X W_k^T qbar_h + b_k . qbar_h) / sqrt(D)      (keys tied to the queries: q_j . qbar_h)
+            c_h      = gamma (W_v p_h + b_v sum_j a_hj),  p_h = sum_j a_hj x_j
+
+        so that of all projections only the query's is applied to every token.
+        """
+        q = F.linear(x, weights.q, weights.q_bias)
+        with full_precision(x) as compute:
+            x = x.to(compute)
+            q = self._split(q.to(compute)) * self.scale  # (B, N, H, D)
+            if mask.keys is not None:
+                q = torch.where(mask.keys[..., None, None], q, q.new_zeros(()))  # the bias made them non-zero
+            norms = torch.linalg.vector_norm(q, dim=-1)  # (B, N, H)
+            pooled = torch.einsum("bnh,bnhd->bhd", normalised(norms, 1), q)
+            if weights.k is None:
+                scores = torch.einsum("bnhd,bhd->bnh", q, pooled)
+            else:
+                key_maps = torch.einsum("chd,bhd->bch", self._split(weights.k.to(compute).T), pooled)
+                scores = x @ key_maps * self.scale
+                if weights.k_bias is not None:
+                    bias = (pooled * self._split(weights.k_bias.to(compute))).sum(-1)
+                    scores = scores + bias[:, None] * self.scale
+            scores = self.phi(scores)
+            if mask.keys is not None:
+                scores = torch.where(mask.keys[..., None], scores, scores.new_zeros(()))
+            a = normalised(scores, 1)
+            pooled_tokens = a.transpose(1, 2) @ x  # p, (B, H, C)
+            c = torch.einsum("bhc,chd->bhd", pooled_tokens, self._split(weights.v.to(compute).T))
+            if weights.v_bias is not None:
+                c = c + a.sum(1)[..., None] * self._split(weights.v_bias.to(compute))
+            return (self.decay()[:, 0] * c).flatten(1)[:, None]
+
+    def _split(self, x: Tensor) -> Tensor:
+        """Views the last dimension as heads: (..., C) to (..., H, D)."""
+        return x.unflatten(-1, (self.num_heads, self.head_dim))
+
+    @staticmethod
+    def reference(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        gamma: float = 0.7,
+        activation: Callable[[Tensor], Tensor] = F.relu,
+        **_: Any,
+    ) -> Tensor:
+        q, k = q / q.shape[-1] ** 0.5, k / k.shape[-1] ** 0.5
+        norms = q.square().sum(-1).sqrt()
+        alpha = norms / (norms.sum(-1, keepdim=True) + 1e-6)
+        pooled = (alpha[..., None] * q).sum(-2)
+        scores = activation((pooled[..., None, :] * k).sum(-1))
+        total = scores.sum(-1, keepdim=True)
+        a = scores / torch.where(total >= 0, total + 1e-6, total - 1e-6)
+        return gamma * (a[..., None] * v).sum(-2, keepdim=True).expand_as(q)

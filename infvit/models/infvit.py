@@ -1,0 +1,228 @@
+"""InfViT: timm's `VisionTransformer` with a registered attention mechanism, as published (arXiv 2603.00175).
+
+The published parameter counts fix what the text leaves open: a second output projection behind the first in every
+attention block, and one pooled d x d layer with tanh before the classifier.
+"""
+
+from functools import partial
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, named_apply, register_model
+from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn, get_init_weights_vit
+from torch import Tensor, nn
+
+from infvit.attention import AttentionLayer, get_mechanism, hyperparameters
+from infvit.errors import ConfigError
+
+__all__ = ["InfViT"]  # timm's decorator adds every entry point
+
+
+class InfViT(VisionTransformer):
+    """Vision transformer around any registered attention mechanism.
+
+    Args:
+        *args: as `timm.models.vision_transformer.VisionTransformer`.
+        attention: name of a registered mechanism.
+        tie_key: use the query projection for the keys; None asks the mechanism.
+        double_proj: a second output projection in each attention block, as published.
+        **kwargs: the mechanism's hyperparameters (`gamma=0.5`); everything else goes to timm's `VisionTransformer`.
+
+    Raises:
+        TypeError: an argument that neither the mechanism nor timm's class knows.
+        ConfigError: a value that is not allowed.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        attention: str = "softmax",
+        tie_key: bool | None = None,
+        double_proj: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        _check_image_size(kwargs)
+        own = hyperparameters(get_mechanism(attention))
+        mechanism_args = {name: kwargs.pop(name) for name in list(kwargs) if name in own}
+        options = {
+            "mechanism": attention,
+            "mechanism_args": mechanism_args,
+            "tie_key": tie_key,
+            "double_proj": double_proj,
+        }
+        try:
+            super().__init__(*args, **kwargs, block_fn=partial(_block, options), attn_layer=_Deferred)  # type: ignore
+        except TypeError as error:
+            raise TypeError(f"{error} (attention {attention!r} takes {sorted(own) or 'nothing of its own'})") from error
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        self.attention = attention
+        # Not called `pre_logits`: timm's checkpoint filter drops that name.
+        self.pooler: nn.Module = nn.Linear(self.embed_dim, self.embed_dim, device=device, dtype=dtype)
+        self.pooler_act: nn.Module = nn.Tanh()
+        if kwargs.get("weight_init") != "skip":
+            named_apply(get_init_weights_vit(self.weight_init_mode, needs_reset=False), self.pooler, name="pooler")
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Pools tokens (B, N, C) and classifies them; with `pre_logits` returns what enters the classifier."""
+        x = self.fc_norm(self.pool(x))
+        x = self.head_drop(self.pooler_act(self.pooler(x)))
+        return x if pre_logits else self.head(x)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Drops what the given intermediate layers do not need; see timm."""
+        if prune_head:
+            self.pooler, self.pooler_act = nn.Identity(), nn.Identity()
+        return super().prune_intermediate_layers(indices, prune_norm, prune_head)
+
+
+class _Deferred(nn.Module):
+    """Stands where timm's block builds its attention, and keeps the arguments it was given."""
+
+    def __init__(self, dim: int, **kwargs: Any) -> None:
+        super().__init__()
+        self.arguments = {"dim": dim, **kwargs}
+
+
+def _block(options: dict[str, Any], **kwargs: Any) -> Block:
+    """Builds timm's block around our attention layer; timm hands options of ours to neither of them."""
+    block = Block(**kwargs)
+    assert isinstance(block.attn, _Deferred)
+    block.attn = AttentionLayer(**block.attn.arguments, **options)
+    return block
+
+
+def _check_image_size(kwargs: dict[str, Any]) -> None:
+    """Refuses an image size that the patches do not cover: timm would cut the rest off without a word."""
+    img_size, patch = kwargs.get("img_size", 224), kwargs.get("patch_size", 16)
+    if img_size is None or kwargs.get("dynamic_img_pad"):
+        return
+    sizes = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
+    patches = (patch, patch) if isinstance(patch, int) else tuple(patch)
+    for size, step in zip(sizes, patches, strict=True):
+        if size % step:
+            near = [m for m in (size // step * step, (size // step + 1) * step) if m]
+            raise ConfigError(f"img_size={size} is not divisible by the patch size {step}; nearest: {near}.")
+
+
+def reparameterize(model: nn.Module) -> nn.Module:
+    """Folds the two output projections of every attention layer into one, in place, for inference.
+
+    The function stays the same up to rounding; the parameters of the second projection are gone.
+
+    Args:
+        model: any model; layers that are not ours stay as they are.
+
+    Returns:
+        The same model.
+    """
+    for module in model.modules():
+        if isinstance(module, AttentionLayer):
+            module.fold_projection()
+    return model
+
+
+def _cfg(**kwargs: Any) -> dict[str, Any]:
+    return {
+        "url": "",
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+_MINI = _cfg(num_classes=10, input_size=(3, 32, 32), crop_pct=1.0)
+
+default_cfgs = generate_default_cfgs(
+    {
+        "vit_4l.untrained": _cfg(),
+        "infvit_pure_4l.untrained": _cfg(),
+        "infvit_linear_4l.untrained": _cfg(),
+        "vit_24l.untrained": _cfg(),
+        "infvit_pure_24l.untrained": _cfg(),
+        "infvit_linear_24l.untrained": _cfg(),
+        "vit_mini.untrained": _MINI,
+        "infvit_pure_mini.untrained": _MINI,
+        "infvit_linear_mini.untrained": _MINI,
+    }
+)
+
+# Widths that reproduce the published parameter counts; `qkv_bias` is timm's default.
+_4L: dict[str, Any] = {"patch_size": 16, "embed_dim": 1024, "depth": 4, "num_heads": 64}
+_24L: dict[str, Any] = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
+_MINI_ARGS: dict[str, Any] = {"img_size": 32, "patch_size": 4, "embed_dim": 96, "depth": 4, "num_heads": 6}
+
+
+def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: dict[str, Any]) -> InfViT:
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        InfViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg={"out_indices": out_indices, "feature_cls": "getter"},
+        **{**defaults, **kwargs},
+    )
+
+
+@register_model
+def vit_4l(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Softmax baseline, 4 layers, width 1024, 64 heads: 57.7 M parameters."""
+    return _create("vit_4l", pretrained, _4L, kwargs)
+
+
+@register_model
+def infvit_pure_4l(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Pure InfSA, 4 layers, width 1024, 64 heads: 57.7 M parameters."""
+    return _create("infvit_pure_4l", pretrained, {**_4L, "attention": "infsa_pure"}, kwargs)
+
+
+@register_model
+def infvit_linear_4l(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Linear InfSA with keys tied to the queries, 4 layers, width 1024, 64 heads: 53.5 M parameters."""
+    return _create("infvit_linear_4l", pretrained, {**_4L, "attention": "infsa_linear"}, kwargs)
+
+
+@register_model
+def vit_24l(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Softmax baseline, 24 layers, width 1024, 16 heads: 330.6 M parameters."""
+    return _create("vit_24l", pretrained, _24L, kwargs)
+
+
+@register_model
+def infvit_pure_24l(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Pure InfSA, 24 layers, width 1024, 16 heads: 330.6 M parameters."""
+    return _create("infvit_pure_24l", pretrained, {**_24L, "attention": "infsa_pure"}, kwargs)
+
+
+@register_model
+def infvit_linear_24l(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Linear InfSA with keys tied to the queries, 24 layers, width 1024, 16 heads: 305.4 M parameters."""
+    return _create("infvit_linear_24l", pretrained, {**_24L, "attention": "infsa_linear"}, kwargs)
+
+
+@register_model
+def vit_mini(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Softmax baseline for small images on a CPU: 4 layers, width 96, 6 heads, patch 4."""
+    return _create("vit_mini", pretrained, _MINI_ARGS, kwargs)
+
+
+@register_model
+def infvit_pure_mini(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Pure InfSA for small images on a CPU: 4 layers, width 96, 6 heads, patch 4."""
+    return _create("infvit_pure_mini", pretrained, {**_MINI_ARGS, "attention": "infsa_pure"}, kwargs)
+
+
+@register_model
+def infvit_linear_mini(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """Linear InfSA for small images on a CPU: 4 layers, width 96, 6 heads, patch 4."""
+    return _create("infvit_linear_mini", pretrained, {**_MINI_ARGS, "attention": "infsa_linear"}, kwargs)
