@@ -3,6 +3,7 @@
 from infvit.attention.layer import AttentionLayer
 from infvit.attention.linear import LinearInfSA
 from infvit.attention.mechanism import (
+    NO_MASK,
     Capabilities,
     Mask,
     Mechanism,
@@ -20,6 +21,7 @@ register_mechanism(PureInfSA)
 register_mechanism(LinearInfSA)
 
 __all__ = [
+    "NO_MASK",
     "AttentionLayer",
     "Capabilities",
     "LinearInfSA",

@@ -104,3 +104,8 @@ class InfSA(Mechanism):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}"
+
+
+def path_decays(model: nn.Module) -> list[float]:
+    """Returns gamma of every InfSA layer of a model, in order; the mean over heads where each head has its own."""
+    return [float(module().detach().mean()) for module in model.modules() if isinstance(module, PathDecay)]

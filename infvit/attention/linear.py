@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from infvit.attention.infsa import EPS, InfSA
+from infvit.attention.infsa import EPS, InfSA, get_activation
 from infvit.attention.mechanism import Capabilities, Mask, Projections, full_precision
 
 
@@ -91,13 +91,11 @@ class LinearInfSA(InfSA):
         return matrix if mask.queries is None else matrix * mask.queries[:, None, :, None]
 
     def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
-        if mask.causal:
-            return causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)[..., -1, :]
-        return self._weights(q, k, mask)[..., 0, :]
+        return self._weights(q, k, mask)[..., 0, :]  # under a causal mask: those of the last token, which sees all
 
     def absorbs(self, mask: Mask) -> bool:
-        """Not under a causal mask, and not with dropout on the weights."""
-        return not mask.causal and not (self.training and self.attn_drop.p > 0)
+        """Not under a mask other than padding, and not with dropout on the weights."""
+        return not mask.causal and mask.pairs is None and not (self.training and self.attn_drop.p > 0)
 
     def absorbed(self, x: Tensor, weights: Projections, mask: Mask) -> Tensor:
         """Computes the one output of all tokens from the tokens before their projection; equals `mix` up to rounding.
@@ -147,14 +145,14 @@ class LinearInfSA(InfSA):
         v: Tensor,
         *,
         gamma: float = 0.7,
-        activation: Callable[[Tensor], Tensor] = F.relu,
+        activation: str = "relu",
         **_: Any,
     ) -> Tensor:
         q, k = q / q.shape[-1] ** 0.5, k / k.shape[-1] ** 0.5
         norms = q.square().sum(-1).sqrt()
         alpha = norms / (norms.sum(-1, keepdim=True) + 1e-6)
         pooled = (alpha[..., None] * q).sum(-2)
-        scores = activation((pooled[..., None, :] * k).sum(-1))
+        scores = get_activation(activation)((pooled[..., None, :] * k).sum(-1))
         total = scores.sum(-1, keepdim=True)
         a = scores / torch.where(total >= 0, total + 1e-6, total - 1e-6)
-        return gamma * (a[..., None] * v).sum(-2, keepdim=True).expand_as(q)
+        return gamma * (a[..., None] * v).sum(-2, keepdim=True).expand(-1, -1, q.shape[-2], -1)

@@ -28,7 +28,8 @@ class Capabilities:
         permutation_equivariant: permuting the tokens permutes the output.
         matrix: the mixing matrix is available, with `output = matrix @ v`.
         token_map: relevance per key token is available.
-        any_length: works at every number of tokens, without being told it beforehand.
+        any_length: works at every number of tokens. Otherwise the constructor takes a keyword-only `num_tokens`, keeps
+            it as an attribute, and calls with another number are refused.
     """
 
     padding: bool = False
@@ -112,6 +113,7 @@ class Mechanism(nn.Module):
     capabilities: ClassVar[Capabilities]
     token_maps: ClassVar[tuple[str, ...]] = ()  # kinds of token map; the first is the default
     ties_key: ClassVar[bool] = False  # whether models use the query projection for the keys as well
+    num_tokens: int  # only without `any_length`
 
     def __init__(
         self,
@@ -161,7 +163,10 @@ class Mechanism(nn.Module):
 
     @staticmethod
     def reference(q: Tensor, k: Tensor, v: Tensor, **hyperparameters: Any) -> Tensor:
-        """The paper's formula for unmasked input, as plainly as it can be written; `mix` is tested against it."""
+        """The paper's formula for unmasked input, as plainly as it can be written; `mix` is tested against it.
+
+        Takes the hyperparameters of the constructor. May be an ordinary method where it needs learned parameters.
+        """
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = NO_MASK) -> Tensor:
@@ -236,6 +241,8 @@ class Mechanism(nn.Module):
                 raise ConfigError(f"a causal mask needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}.")
         if q.shape[-2] != k.shape[-2]:
             self._require("cross", "different numbers of queries and keys")
+        if not self.capabilities.any_length and {q.shape[-2], k.shape[-2]} != {self.num_tokens}:
+            self._require("any_length", f"{k.shape[-2]} tokens when it was built with num_tokens={self.num_tokens}")
 
 
 def zero_padded(x: Tensor, real: Tensor | None) -> Tensor:
@@ -272,6 +279,8 @@ def register_mechanism(cls: M) -> M:
         raise ConfigError(f"attention mechanism {name!r} is already registered by {known.__module__}.")
     if cls.capabilities.token_map and not cls.token_maps:
         raise ConfigError(f"{cls.__qualname__} declares a token map but `token_maps` is empty.")
+    if not cls.capabilities.any_length and "num_tokens" not in hyperparameters(cls):
+        raise ConfigError(f"{cls.__qualname__} must declare `any_length` or take a keyword-only `num_tokens`.")
     _MECHANISMS[name] = cls
     return cls
 

@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from infvit.attention.infsa import EPS, InfSA
+from infvit.attention.infsa import EPS, InfSA, get_activation
 from infvit.attention.mechanism import Capabilities, Mask
 
 
@@ -80,8 +79,8 @@ class PureInfSA(InfSA):
         v: Tensor,
         *,
         gamma: float = 0.7,
-        activation: Callable[[Tensor], Tensor] = F.relu,
+        activation: str = "relu",
         **_: Any,
     ) -> Tensor:
-        scores = activation(q @ k.mT / q.shape[-1])
+        scores = get_activation(activation)(q @ k.mT / q.shape[-1])
         return gamma * (scores / (scores.square().sum((-2, -1), keepdim=True).sqrt() + 1e-6)) @ v

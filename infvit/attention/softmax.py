@@ -1,5 +1,6 @@
 """Scaled dot-product attention with a row softmax: the baseline (Vaswani et al., arXiv 1706.03762, eq. 1)."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,6 +50,9 @@ class SoftmaxAttention(Mechanism):
         if not self.fused:
             return self.attn_drop(self._matrix(q, k, mask)) @ v
         dropout = self.attn_drop.p if self.training else 0.0
+        if mask.pairs is None and q.is_cpu and not torch.compiler.is_exporting() and k.shape[-2] < 16:
+            # Rows shorter than a SIMD register: torch's CPU kernel returns 0 for NaN (pytorch#141128) unless masked.
+            mask = replace(mask, pairs=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device))
         if mask == Mask(causal=mask.causal):
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=mask.causal)
         allowed, empty = _open_empty_rows(mask, q, k)

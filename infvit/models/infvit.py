@@ -4,10 +4,14 @@ The published parameter counts fix what the text leaves open: a second output pr
 attention block, and one pooled d x d layer with tanh before the classifier.
 """
 
+from collections.abc import Sequence
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs, named_apply, register_model
+from timm.layers import to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._input import update_model_args
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn, get_init_weights_vit
 from torch import Tensor, nn
 
@@ -40,7 +44,9 @@ class InfViT(VisionTransformer):
         double_proj: bool = True,
         **kwargs: Any,
     ) -> None:
-        _check_image_size(kwargs)
+        given = {**dict(zip(("img_size", "patch_size"), args, strict=False)), **kwargs}
+        if not (given.get("dynamic_img_size") and given.get("dynamic_img_pad")):
+            _check_image_size(given.get("img_size", 224), given.get("patch_size", 16))
         own = hyperparameters(get_mechanism(attention))
         mechanism_args = {name: kwargs.pop(name) for name in list(kwargs) if name in own}
         options = {
@@ -59,7 +65,7 @@ class InfViT(VisionTransformer):
         self.pooler: nn.Module = nn.Linear(self.embed_dim, self.embed_dim, device=device, dtype=dtype)
         self.pooler_act: nn.Module = nn.Tanh()
         if kwargs.get("weight_init") != "skip":
-            named_apply(get_init_weights_vit(self.weight_init_mode, needs_reset=False), self.pooler, name="pooler")
+            get_init_weights_vit(self.weight_init_mode, needs_reset=False)(self.pooler, name="pooler")
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pools tokens (B, N, C) and classifies them; with `pre_logits` returns what enters the classifier."""
@@ -74,6 +80,23 @@ class InfViT(VisionTransformer):
         if prune_head:
             self.pooler, self.pooler_act = nn.Identity(), nn.Identity()
         return super().prune_intermediate_layers(indices, prune_norm, prune_head)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Gives TorchScript a copy: it would put its form of our attention layers into this model."""
+        return deepcopy(self)
+
+    def set_input_size(
+        self, img_size: tuple[int, int] | None = None, patch_size: tuple[int, int] | None = None
+    ) -> None:
+        """Changes the image or patch size and resizes the position embedding; see timm.
+
+        Raises:
+            ConfigError: the image size is not divisible by the patch size.
+        """
+        patch_embed = self.patch_embed
+        if not (self.dynamic_img_size and patch_embed.dynamic_img_pad):
+            _check_image_size(img_size or patch_embed.img_size, patch_size or patch_embed.patch_size)
+        super().set_input_size(img_size, patch_size)
 
 
 class _Deferred(nn.Module):
@@ -92,14 +115,11 @@ def _block(options: dict[str, Any], **kwargs: Any) -> Block:
     return block
 
 
-def _check_image_size(kwargs: dict[str, Any]) -> None:
+def _check_image_size(img_size: int | Sequence[int] | None, patch_size: int | Sequence[int]) -> None:
     """Refuses an image size that the patches do not cover: timm would cut the rest off without a word."""
-    img_size, patch = kwargs.get("img_size", 224), kwargs.get("patch_size", 16)
-    if img_size is None or kwargs.get("dynamic_img_pad"):
+    if img_size is None:
         return
-    sizes = (img_size, img_size) if isinstance(img_size, int) else tuple(img_size)
-    patches = (patch, patch) if isinstance(patch, int) else tuple(patch)
-    for size, step in zip(sizes, patches, strict=True):
+    for size, step in zip(to_2tuple(img_size), to_2tuple(patch_size), strict=True):
         if size % step:
             near = [m for m in (size // step * step, (size // step + 1) * step) if m]
             raise ConfigError(f"img_size={size} is not divisible by the patch size {step}; nearest: {near}.")
@@ -119,6 +139,8 @@ def reparameterize(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if isinstance(module, AttentionLayer):
             module.fold_projection()
+        elif isinstance(module, InfViT):
+            update_model_args(module, double_proj=False)  # what `save_for_hf` writes down
     return model
 
 

@@ -1,0 +1,131 @@
+"""The border between Hydra and the program: composed trees become typed configurations, errors become one line.
+
+Hydra composes and sweeps, nothing else. A job never exits the process, since that would end a whole sweep: it leaves
+its exit code with `Jobs`, and `launch`, the top of the program, turns the codes into that of the process.
+"""
+
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import timm
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from infvit.config import EvalConfig, TrainConfig, leaf_keys
+from infvit.engine.signals import Interrupted
+from infvit.errors import ConfigError, UserError, did_you_mean
+
+GROUPS = ("model", "data", "recipe", "engine", "logger", "experiment")
+C = TypeVar("C", TrainConfig, EvalConfig)
+log = logging.getLogger("infvit")
+_exit_codes: list[int] = []
+
+
+def register_configs() -> None:
+    """Makes the schemas, and every model of timm's registry as `model=timm/NAME`, known to Hydra."""
+    store = ConfigStore.instance()
+    store.store(name="train_schema", node=TrainConfig)
+    store.store(name="eval_schema", node=EvalConfig)
+    for name in timm.list_models():
+        store.store(group="model/timm", name=name, node={"name": name}, package="model")
+
+
+def launch(main: Callable[[], Any]) -> None:
+    """Runs a `hydra.main` function and exits with the status of its jobs; errors are one line on stderr."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    # Makes Hydra raise its errors instead of printing and exiting.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    _exit_codes.clear()
+    debug = any(re.fullmatch(r"\+*debug=(true|1|yes|on)", argument, re.IGNORECASE) for argument in sys.argv[1:])
+    try:
+        main()
+    except (UserError, HydraException, OmegaConfBaseException) as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {explain(error)}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(next((code for code in _exit_codes if code), 0))
+
+
+def run_job(cfg: DictConfig, schema: type[C], job: Callable[[C], Any]) -> int:
+    """Runs one job of Hydra.
+
+    Args:
+        cfg: the composed tree.
+        schema: its type.
+        job: what to do.
+
+    Returns:
+        0, 1 after an error (shown as one line; with `debug=true` its traceback), 128 + signal after an interruption.
+    """
+    debug = bool(cfg.get("debug"))
+    code = 0
+    try:
+        job(from_hydra(cfg, schema))
+    except Interrupted as error:
+        print(f"interrupted: {error}", file=sys.stderr)
+        code = error.exit_code
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        code = 130
+    except Exception:
+        traceback.print_exc()  # not foreseen: the traceback is what a report needs
+        code = 1
+    _exit_codes.append(code)
+    return code
+
+
+def from_hydra(cfg: DictConfig, schema: type[C]) -> C:
+    """Turns a composed tree into a typed configuration.
+
+    Raises:
+        ConfigError: a value of the wrong type, an unknown key, or values that do not go together.
+    """
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
+    except OmegaConfBaseException as error:
+        raise ConfigError(explain(error)) from error
+    assert isinstance(config, schema)
+    return config
+
+
+def explain(error: Exception) -> str:
+    """Puts an error of Hydra or OmegaConf into one sentence, with the closest known names where a name is wrong."""
+    if isinstance(error, UserError):
+        return str(error)
+    text = " ".join(str(error).split())
+    if found := re.search(r"Could not find '([\w-]+)/([\w./-]+)'", text):
+        group, name = found[1], found[2]
+        return f"unknown {group}={name}. {did_you_mean(name, _options(group))}"
+    if found := re.search(r"Could not override '([^']+)'.*(?:No match in the defaults list|not in struct)", text):
+        return f"unknown key {found[1]!r}. {did_you_mean(found[1], _known_keys())}"
+    if found := re.search(r"Key '([^']+)' (?:is )?not in", text):
+        key = getattr(error, "full_key", None) or found[1]
+        return f"unknown key {key!r}. {did_you_mean(key, _known_keys())}"
+    key = getattr(error, "full_key", None)
+    message = text.split(" full_key:")[0]
+    return f"{key}: {message}" if key and key not in message else message
+
+
+def _known_keys() -> list[str]:
+    if Path(sys.argv[0]).name == "eval.py":
+        return leaf_keys(EvalConfig)
+    return [*leaf_keys(TrainConfig), *GROUPS]
+
+
+def _options(group: str) -> list[str]:
+    """Returns the names that a configuration group offers."""
+    files = (Path(sys.argv[0]).parent / "configs" / group).glob("*.yaml")
+    return [file.stem for file in files] + (timm.list_models() if group.startswith("model") else [])

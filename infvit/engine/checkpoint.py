@@ -1,0 +1,115 @@
+"""Checkpoint files: plain types only, written beside and renamed, the one before kept."""
+
+import os
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from infvit.errors import CheckpointError, TrainingError
+
+LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+FORMAT = 1
+_WRAPPERS = ("module.", "_orig_mod.")
+
+
+def save(content: dict[str, Any], path: Path) -> None:
+    """Writes a checkpoint so that a reader finds the old file or the new one, never a part.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}. Free space or change run_dir=...") from error
+
+
+def save_last(content: dict[str, Any], folder: Path) -> None:
+    """Writes `last.pt`; the one before becomes `previous.pt`."""
+    if (folder / LAST).exists():
+        os.replace(folder / LAST, folder / PREVIOUS)
+    save(content, folder / LAST)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint of ours, or of timm's, on the CPU, without running code from it.
+
+    Raises:
+        CheckpointError: missing, damaged, or holding more than tensors and plain types.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"no checkpoint at {path}.")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"checkpoint {path} is damaged or not a plain one ({reason}).") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"checkpoint {path} holds a {type(content).__name__}, not a dictionary.")
+    return content
+
+
+def read_last(folder: Path) -> dict[str, Any] | None:
+    """Reads the newest usable checkpoint of a run folder; None when there is none at all.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is usable.
+    """
+    present = [folder / name for name in (LAST, PREVIOUS) if (folder / name).exists()]
+    for path in present:
+        try:
+            return read(path)
+        except CheckpointError as error:
+            warnings.warn(f"{error} Trying the one before.", stacklevel=2)
+    if present:
+        names = ", ".join(str(path) for path in present)
+        raise CheckpointError(f"no usable checkpoint among {names}. fresh=true moves the folder aside and starts over.")
+    return None
+
+
+def find(path: str | Path) -> Path:
+    """Returns the checkpoint file that a run folder (its best, else its last) or a file path stands for.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        if not path.exists():
+            raise CheckpointError(f"no run folder or checkpoint at {path}.")
+        return path
+    for name in (BEST, LAST, PREVIOUS):
+        if (path / name).exists():
+            return path / name
+    raise CheckpointError(f"{path} holds no checkpoint ({BEST} or {LAST}).")
+
+
+def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict without the prefixes that wrappers (DDP, torch.compile) put before its names."""
+    cleaned = {}
+    for name, value in state_dict.items():
+        while name.startswith(_WRAPPERS):
+            name = name.split(".", 1)[1]
+        cleaned[name] = value
+    return cleaned
+
+
+def require_finite(model: nn.Module) -> None:
+    """Refuses to save weights that are not finite.
+
+    Raises:
+        TrainingError: names the first such tensor.
+    """
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise TrainingError(f"{name} is not finite; nothing was saved. Lower recipe.lr or use engine.precision=fp32.")

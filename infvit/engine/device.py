@@ -1,0 +1,66 @@
+"""Where and in which precision a run computes, and how its random numbers are seeded."""
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from infvit.errors import ConfigError
+
+
+def select_device(name: str) -> torch.device:
+    """Returns the device for `auto`, `cpu`, `cuda` or `mps`.
+
+    Raises:
+        ConfigError: the device is not there.
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next(device for device in ("cuda", "mps", "cpu") if available[device])
+    if not available[name]:
+        have = ", ".join(device for device, there in available.items() if there)
+        raise ConfigError(f"engine.device={name} is not available on this machine; available: {have}.")
+    return torch.device(name)
+
+
+def select_precision(name: str, device: torch.device) -> torch.dtype:
+    """Returns the dtype of matrix products for `auto`, `fp32`, `bf16` or `fp16`; auto is bf16 on CUDA, else fp32."""
+    if name == "auto":
+        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+
+
+def autocast(device: torch.device, precision: torch.dtype) -> contextlib.AbstractContextManager[object]:
+    """Returns the context of a forward pass in the given precision."""
+    if precision == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=precision)
+
+
+def seed_update(seed: int, update: int) -> None:
+    """Seeds dropout and stochastic depth from (seed, update), so that there is no random state to save."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, update, 2)).generate_state(1, np.uint64)[0] >> 1))
+
+
+def seed_all(seed: int) -> None:
+    """Seeds every generator, for the initial weights."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextlib.contextmanager
+def backend_settings(deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
+    """Applies torch's global switches for one run and puts the old values back: a sweep runs many in one process."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    saved = (torch.are_deterministic_algorithms_enabled(), matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
+    torch.use_deterministic_algorithms(deterministic)
+    matmul.allow_tf32 = cudnn.allow_tf32 = tf32
+    cudnn.benchmark = cudnn_benchmark and not deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(saved[0])
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = saved[1:]

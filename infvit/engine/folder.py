@@ -1,0 +1,142 @@
+"""The run folder: its name, its owner, and the record of what made it."""
+
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from infvit.config import TrainConfig
+from infvit.errors import ConfigError
+
+# Keys that say where and how to run, not what to compute.
+_NOT_IDENTITY = ("engine", "logger", "run_dir", "fresh", "dry_run", "debug", "profile")
+
+
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """Returns what makes two runs the same run: the configuration without engine, logger and the like."""
+    plain = {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
+    plain["data"] = {name: value for name, value in plain["data"].items() if name != "num_workers"}
+    return plain
+
+
+def default_folder(config: TrainConfig) -> Path:
+    """Returns runs/MODEL-DATA-HASH; free of timestamps, so that the same command finds its run again."""
+    digest = hashlib.sha1(json.dumps(identity(config), sort_keys=True).encode()).hexdigest()[:8]
+    return Path("runs") / f"{config.model.name.replace('/', '-')}-{config.data.name}-{digest}"
+
+
+@contextmanager
+def own_folder(path: Path, fresh: bool) -> Iterator[Path]:
+    """Creates the folder and holds its lock, which the system releases when the process ends, however it ends.
+
+    Args:
+        path: the run folder.
+        fresh: move an existing folder aside first.
+
+    Raises:
+        ConfigError: not writable, or owned by a living process.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = open(path / ".lock", "a+")  # noqa: SIM115 - held until the run ends
+    except OSError as error:
+        raise ConfigError(f"run_dir={path} cannot be written: {error.strerror}. Choose another run_dir=...") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            raise ConfigError(f"run_dir={path} is in use by {owner}. Wait for it or choose another run_dir=...") from error
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+        lock.flush()
+        if fresh:
+            _move_aside(path)
+        yield path
+
+
+def _move_aside(path: Path) -> None:
+    """Moves the content of a folder, but for the lock, to a sibling named by the time."""
+    content = [entry for entry in path.iterdir() if entry.name != ".lock"]
+    if not content:
+        return
+    aside = path.with_name(f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    aside.mkdir()
+    for entry in content:
+        entry.rename(aside / entry.name)
+
+
+def check_same_run(config: TrainConfig, path: Path) -> None:
+    """Compares the configuration with the one in the folder.
+
+    Raises:
+        ConfigError: the folder belongs to another configuration; the differing keys are named.
+    """
+    stored_file = path / "config.yaml"
+    if not stored_file.exists():
+        return
+    stored = yaml.safe_load(stored_file.read_text())
+    old = _flat({name: value for name, value in stored.items() if name not in _NOT_IDENTITY})
+    old.pop("data.num_workers", None)
+    new = _flat(identity(config))
+    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new) if old.get(key) != new.get(key)]
+    if changed:
+        raise ConfigError(
+            f"run_dir={path} holds another run ({'; '.join(changed)}). "
+            "Choose another run_dir=..., or fresh=true to move it aside."
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def write_record(config: TrainConfig, path: Path, device: torch.device) -> None:
+    """Writes the resolved configuration, and versions, command, machine and git state."""
+    (path / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    packages = ("infvit", "torch", "torchvision", "timm", "hydra-core", "numpy", "pillow")
+    record = {
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+        "machine": {"host": socket.gethostname(), "platform": platform.platform(), "cpus": os.cpu_count()},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "git": git_state(Path(__file__).parent),
+    }
+    (path / "environment.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Returns commit and cleanness of the checkout the code runs from, or None outside of one."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(folder), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

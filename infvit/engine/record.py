@@ -1,0 +1,131 @@
+"""The metrics of a run as files, which are the record of truth, and external loggers beside them."""
+
+import csv
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from infvit.config import LoggerConfig
+from infvit.errors import MissingExtraError
+
+log = logging.getLogger(__name__)
+
+
+class Logger(Protocol):
+    """Where rows of metrics go beside the files."""
+
+    id: str | None
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Logs the metrics of one epoch."""
+
+    def finish(self, exit_code: int) -> None:
+        """Closes the logger."""
+
+
+def write_history(history: list[dict[str, Any]], folder: Path) -> None:
+    """Writes `metrics.jsonl` and `summary.csv` from the history, whole, so that a resumed run has each epoch once.
+
+    Numbers that are not finite become null: bare NaN is not JSON.
+    """
+    rows = [{name: _plain(value) for name, value in row.items()} for row in history]
+    _replace(folder / "metrics.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    temporary = folder / "summary.csv.tmp"
+    with open(temporary, "w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    os.replace(temporary, folder / "summary.csv")
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _cell(value: Any) -> Any:
+    """Lists (one value per layer) become one cell; None becomes an empty one."""
+    return " ".join(f"{v:.6g}" for v in value) if isinstance(value, list) else value
+
+
+class WandbLogger:
+    """Weights & Biases. Whatever fails here is one warning; the run goes on.
+
+    Raises:
+        MissingExtraError: wandb is not installed.
+    """
+
+    def __init__(self, config: LoggerConfig, folder: Path, run_config: dict[str, Any], run_id: str | None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError("logger=wandb", "wandb") from error
+        self._wandb = wandb
+        self._run: Any = None
+        self.id = run_id or wandb.util.generate_id()
+        mode = config.wandb_mode
+        if mode == "online" and not wandb.api.api_key:
+            log.warning("W&B: no API key; logging offline to %s. Upload later with: wandb sync", folder / "wandb")
+            mode = "offline"
+        for attempt in dict.fromkeys((mode, "offline")):
+            try:
+                self._run = wandb.init(
+                    project=config.project,
+                    entity=config.entity,
+                    name=config.run_name or folder.name,
+                    tags=config.tags,
+                    config=run_config,
+                    dir=str(folder),
+                    id=self.id,
+                    resume="allow" if attempt == "online" else None,
+                    mode=attempt,
+                    reinit="finish_previous",
+                    settings=wandb.Settings(init_timeout=30, silent=True),
+                )
+                self._run.define_metric("*", step_metric="epoch")
+                return
+            except Exception as error:  # W&B must never stop a run, and raises errors of many kinds
+                log.warning("W&B: %s mode failed (%s).", attempt, " ".join(str(error).split())[:200])
+
+    def row(self, row: dict[str, Any]) -> None:
+        if self._run is None:
+            return
+        flat = {k: v for k, v in row.items() if not isinstance(v, list)}
+        flat |= {f"{k}/{i}": v for k, values in row.items() if isinstance(values, list) for i, v in enumerate(values)}
+        try:
+            self._run.log(flat)
+        except Exception as error:  # as above
+            log.warning("W&B: %s. Logging to it stops, training goes on.", error)
+            self._run = None
+
+    def finish(self, exit_code: int) -> None:
+        if self._run is not None:
+            try:
+                self._run.finish(exit_code=exit_code)
+            except Exception as error:  # as above
+                log.warning("W&B: %s.", error)
+            self._run = None
+
+
+def build_loggers(
+    config: LoggerConfig, folder: Path, run_config: dict[str, Any], run_id: str | None
+) -> list[Logger]:
+    """Builds the external loggers of a run."""
+    if not config.wandb:
+        return []
+    try:
+        return [WandbLogger(config, folder, run_config, run_id)]
+    except MissingExtraError as error:
+        log.warning("%s. Training goes on without it.", error)
+        return []

@@ -1,0 +1,75 @@
+"""Everything that changes while a run goes on, as one object."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import nn
+
+from infvit.engine.checkpoint import FORMAT
+from infvit.errors import CheckpointError
+
+
+@dataclass
+class RunState:
+    """The state of a run. Data order, augmentation, mixing, dropout and learning rate follow from `update` and the seed.
+
+    Attributes:
+        model: the trained model, without wrappers.
+        optimizer: its optimiser.
+        ema: the weight average, or None.
+        scaler: the loss scaler; does nothing unless the precision is fp16.
+        update: updates done.
+        history: one row of metrics per finished epoch.
+        best: the best value of the deciding metric, or None.
+        epoch_loss: sum of the training losses of the images seen in the epoch under way.
+        epoch_images: number of those images.
+        grad_norm: norm of the last gradient.
+        skipped: updates left out since their loss or gradient was not finite.
+        logger_id: identity of the run at an external logger.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: ModelEmaV3 | None
+    scaler: torch.amp.GradScaler
+    update: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    best: float | None = None
+    epoch_loss: float = 0.0
+    epoch_images: int = 0
+    grad_norm: float = 0.0
+    skipped: int = 0
+    logger_id: str | None = None
+
+    _PLAIN = ("update", "history", "best", "epoch_loss", "epoch_images", "grad_norm", "skipped", "logger_id")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state in tensors and plain types. Plain timm reads the raw weights from `state_dict`."""
+        return {
+            "format": FORMAT,
+            "state_dict": self.model.state_dict(),
+            "ema_state_dict": None if self.ema is None else self.ema.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            **{name: getattr(self, name) for name in self._PLAIN},
+        }
+
+    def load_state_dict(self, content: dict[str, Any]) -> None:
+        """Restores the state.
+
+        Raises:
+            CheckpointError: the checkpoint is not of this run, or of another format.
+        """
+        if content.get("format") != FORMAT:
+            raise CheckpointError(f"checkpoint format {content.get('format')}, this version reads {FORMAT}.")
+        if (content["ema_state_dict"] is None) != (self.ema is None):
+            raise CheckpointError("recipe.ema_decay was switched on or off since the checkpoint was written.")
+        self.model.load_state_dict(content["state_dict"])
+        if self.ema is not None:
+            self.ema.module.load_state_dict(content["ema_state_dict"])
+        self.optimizer.load_state_dict(content["optimizer"])
+        self.scaler.load_state_dict(content["scaler"])
+        for name in self._PLAIN:
+            setattr(self, name, content[name])

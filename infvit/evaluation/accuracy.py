@@ -1,0 +1,45 @@
+"""Top-1, top-5 and loss on the held-out split of the run's data."""
+
+import math
+from typing import Any
+
+from infvit.config import EvalConfig
+from infvit.data import build_eval_loader, build_source, eval_transform
+from infvit.engine.device import select_device, select_precision
+from infvit.engine.validate import validate
+from infvit.evaluation.rebuild import Rebuilt
+
+
+def accuracy(config: EvalConfig, rebuilt: Rebuilt) -> dict[str, Any]:
+    """Scores the held-out split.
+
+    Args:
+        config: device, precision, batch size; crop and interpolation where they are not the recipe's.
+        rebuilt: the model and its data.
+
+    Returns:
+        Scores in %, the loss (null when it is not finite), and everything they depend on.
+    """
+    device = select_device(config.device)
+    precision = select_precision(config.precision, device)
+    crop_pct = config.crop_pct or rebuilt.recipe.crop_pct
+    interpolation = config.interpolation or rebuilt.recipe.interpolation
+    source = build_source(rebuilt.data, "val", rebuilt.classes)
+    transform = eval_transform(crop_pct, interpolation, rebuilt.data, rebuilt.img_size)
+    workers, pin = rebuilt.data.num_workers, device.type == "cuda"
+    loader = build_eval_loader(source, transform, config.batch_size, workers, pin)
+    scores = validate(rebuilt.model.to(device), loader, device, precision)
+    return {
+        "top1": round(scores["top1"], 4),
+        "top5": round(scores["top5"], 4),
+        "loss": scores["loss"] if math.isfinite(scores["loss"]) else None,
+        "images": scores["images"],
+        "data": f"{rebuilt.data.name} ({rebuilt.data.val_split})",
+        "classes": len(rebuilt.classes),
+        "resolution": rebuilt.img_size,
+        "crop_pct": crop_pct,
+        "interpolation": interpolation,
+        "weights": config.weights,
+        "precision": str(precision).removeprefix("torch."),
+        "checkpoint": str(rebuilt.path),
+    }

@@ -1,0 +1,87 @@
+"""Model and data of a checkpoint, as they were, at this size or another."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from infvit.config import DataConfig, ModelConfig, RecipeConfig
+from infvit.engine import checkpoint
+from infvit.errors import CheckpointError, ConfigError, did_you_mean
+from infvit.models.build import build_model
+from infvit.models.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """A trained model with what is needed to feed it.
+
+    Attributes:
+        path: the checkpoint file.
+        model: in evaluation mode, on the CPU.
+        data: data configuration of the run, with the replaced keys.
+        recipe: recipe of the run.
+        classes: class names in index order.
+        img_size: image side in pixels.
+        notes: what was resized on the way.
+    """
+
+    path: Path
+    model: nn.Module
+    data: DataConfig
+    recipe: RecipeConfig
+    classes: tuple[str, ...]
+    img_size: int
+    notes: list[str]
+
+
+def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuilt:
+    """Rebuilds the model of a checkpoint.
+
+    Args:
+        source: run folder or checkpoint file.
+        weights: raw or ema.
+        data_overrides: data keys that replace those of the run; `img_size` resizes the position embedding.
+
+    Raises:
+        CheckpointError: not a checkpoint of a run, or it holds no such weights.
+        ConfigError: unknown data key.
+    """
+    path = checkpoint.find(source)
+    content = checkpoint.read(path)
+    missing = [name for name in ("arch", "classes", "config", "state_dict") if name not in content]
+    if missing:
+        raise CheckpointError(f"{path} is not a checkpoint of train.py: it lacks {', '.join(missing)}.")
+    state = content["state_dict"] if weights == "raw" else content.get("ema_state_dict")
+    if state is None:
+        raise CheckpointError(f"{path} holds no EMA weights (recipe.ema_decay was null); use weights=raw.")
+    stored = content["config"]
+    data = _from_stored(DataConfig, {**stored["data"], **_checked(data_overrides)})
+    model_config = _from_stored(ModelConfig, stored["model"])
+    img_size = data_overrides.get("img_size") or content["img_size"]
+    model, _ = build_model(model_config, content["num_classes"], content["in_chans"], img_size)
+    notes = load_weights(model, checkpoint.unwrapped(state), str(path), reset_head=False)
+    return Rebuilt(
+        path=path,
+        model=model.eval(),
+        data=data,
+        recipe=_from_stored(RecipeConfig, stored["recipe"]),
+        classes=tuple(content["classes"]),
+        img_size=img_size,
+        notes=notes,
+    )
+
+
+def _checked(overrides: dict[str, Any]) -> dict[str, Any]:
+    known = [f.name for f in fields(DataConfig)]
+    for name in overrides:
+        if name not in known:
+            raise ConfigError(f"unknown key 'data.{name}'. {did_you_mean(name, known)}")
+    return overrides
+
+
+def _from_stored(schema: type[Any], stored: dict[str, Any]) -> Any:
+    """Builds a configuration from a stored one; keys of another version are left out, new ones take their default."""
+    known = {f.name for f in fields(schema)}
+    return schema(**{name: value for name, value in stored.items() if name in known})

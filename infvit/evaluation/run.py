@@ -1,0 +1,48 @@
+"""`eval.py`: rebuilds a model and runs the evaluations asked for."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from infvit.config import EvalConfig
+from infvit.engine.device import select_device, select_precision
+from infvit.engine.setup import import_modules
+from infvit.errors import ConfigError, did_you_mean
+from infvit.evaluation.accuracy import accuracy
+from infvit.evaluation.rebuild import Rebuilt, rebuild
+
+log = logging.getLogger(__name__)
+
+EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt], dict[str, Any]]] = {"accuracy": accuracy}
+
+
+def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
+    """Runs each evaluation of the configuration and writes its result as JSON.
+
+    Returns:
+        The results by name of the evaluation.
+
+    Raises:
+        UserError: whatever the user can mend.
+    """
+    import_modules(config.imports)
+    for name in config.eval:
+        if name not in EVALUATIONS:
+            raise ConfigError(f"unknown eval={name}. {did_you_mean(name, EVALUATIONS)}")
+    device = select_device(config.device)
+    select_precision(config.precision, device)
+    rebuilt = rebuild(str(config.checkpoint), config.weights, config.data)
+    for note in rebuilt.notes:
+        log.info("note  %s", note)
+    folder = Path(config.output) if config.output else rebuilt.path.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for name in config.eval:
+        results[name] = EVALUATIONS[name](config, rebuilt)
+        path = folder / f"eval_{name}_{config.weights}_{rebuilt.img_size}px.json"
+        path.write_text(json.dumps(results[name], indent=2, allow_nan=False) + "\n")
+        print("\n".join(f"{key:<14} {value}" for key, value in results[name].items()))
+        log.info("written to %s", path)
+    return results

@@ -1,0 +1,40 @@
+"""Top-1, top-5 and loss over a data set."""
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class ClassificationScores:
+    """Sums over samples, so that the result depends neither on the batch size nor on who scored which sample."""
+
+    def __init__(self) -> None:
+        self.images = 0
+        self.top1 = 0
+        self.top5 = 0
+        self.loss = 0.0
+
+    def update(self, logits: Tensor, targets: Tensor) -> None:
+        """Adds a batch: logits (B, num_classes) and class indices (B,). A row that is not finite counts as wrong."""
+        logits, targets = logits.detach().cpu().double(), targets.cpu()  # MPS has no float64
+        ranked = logits.topk(min(5, logits.shape[1]), dim=1).indices
+        hits = (ranked == targets[:, None]) & logits.isfinite().all(1, keepdim=True)
+        self.images += len(targets)
+        self.top1 += int(hits[:, 0].sum())
+        self.top5 += int(hits.sum())
+        self.loss += float(F.cross_entropy(logits, targets, reduction="sum"))
+
+    def result(self) -> dict[str, float | int]:
+        """Returns top1 and top5 in %, the mean loss, and the number of images.
+
+        Raises:
+            ValueError: nothing was scored.
+        """
+        if not self.images:
+            raise ValueError("no image was scored.")
+        share = 100.0 / self.images
+        return {
+            "top1": self.top1 * share,
+            "top5": self.top5 * share,
+            "loss": self.loss / self.images,
+            "images": self.images,
+        }

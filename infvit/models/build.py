@@ -1,0 +1,103 @@
+"""From a typed configuration to a model of timm's registry, with the errors a user can act on."""
+
+from typing import Any
+
+import timm
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from infvit.config import ModelConfig
+from infvit.errors import ConfigError, did_you_mean
+
+ATTENTION_KEYS = ("attention", "gamma", "gamma_trainable", "gamma_per_head", "activation")
+
+
+def model_arguments(config: ModelConfig) -> dict[str, Any]:
+    """Returns the constructor arguments that a model configuration asks for; keys left at null are not among them."""
+    named = {name: getattr(config, name) for name in ATTENTION_KEYS if getattr(config, name) is not None}
+    twice = sorted(named.keys() & config.args.keys())
+    if twice:
+        raise ConfigError(f"model.{twice[0]} and model.args.{twice[0]} are both set; keep one.")
+    return {**named, **config.args}
+
+
+def build_model(
+    config: ModelConfig,
+    num_classes: int,
+    in_chans: int = 3,
+    img_size: int | None = None,
+    drop_path: float = 0.0,
+    drop: float = 0.0,
+) -> tuple[nn.Module, dict[str, str]]:
+    """Builds the model of a configuration.
+
+    Args:
+        config: name and attention.
+        num_classes: classes of the head.
+        in_chans: image channels.
+        img_size: image side in pixels; left out for models that take any size.
+        drop_path: stochastic depth rate.
+        drop: dropout rate before the head.
+
+    Returns:
+        The model, and the arguments that it has no use for with the reason.
+
+    Raises:
+        ConfigError: unknown name, or arguments that the model does not take.
+    """
+    known = timm.list_models()
+    if not timm.is_model(config.name):
+        raise ConfigError(f"unknown model {config.name!r}. {did_you_mean(config.name, known)}")
+    arguments: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans, **model_arguments(config)}
+    optional = {"img_size": img_size, "drop_path_rate": drop_path or None, "drop_rate": drop or None}
+    optional = {name: value for name, value in optional.items() if value is not None and name not in arguments}
+    inactive: dict[str, str] = {}
+    while True:
+        try:
+            return timm.create_model(config.name, **arguments, **optional), inactive
+        except TypeError as error:
+            rejected = next((name for name in optional if f"'{name}'" in str(error)), None)
+            if rejected is None:
+                raise ConfigError(f"model {config.name}: {_one_line(error)}. Check model.* and model.args.") from error
+            optional.pop(rejected)
+            inactive[rejected] = f"{config.name} takes no {rejected}"
+        except (AssertionError, RuntimeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            hint = f" at data.img_size={img_size}" if img_size else ""
+            raise ConfigError(f"model {config.name} cannot be built{hint}: {_one_line(error)}") from error
+
+
+def patch_size(config: ModelConfig) -> int | None:
+    """Returns the side of the model's patches in pixels, or None for models without a patch grid."""
+    with torch.device("meta"):
+        model, _ = build_model(config, num_classes=1)
+    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    return size if size is None or isinstance(size, int) else max(size)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Returns the number of parameters, trainable or not."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def count_flops(config: ModelConfig, num_classes: int, in_chans: int, img_size: int) -> int:
+    """Counts the floating-point operations of one forward pass of one image, 1 MAC = 2 FLOPs.
+
+    Counted on the meta device with torch's counter and unfused softmax attention, which it would otherwise miss on a
+    CPU. Matrix products and convolutions count, elementwise operations do not.
+    """
+    with torch.device("meta"):
+        model = build_model(config, num_classes, in_chans, img_size)[0].eval()
+        for module in model.modules():
+            for switch in ("fused", "fused_attn"):
+                if isinstance(getattr(module, switch, None), bool):
+                    setattr(module, switch, False)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, in_chans, img_size, img_size))
+    return counter.get_total_flops()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

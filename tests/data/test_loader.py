@@ -1,0 +1,203 @@
+"""Loading: exact whatever the number of workers and the place of interruption, honest about damage."""
+
+import contextlib
+import dataclasses
+import logging
+import pickle
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from infvit.config import DataConfig, RecipeConfig
+from infvit.data import (
+    Batch,
+    DamageLog,
+    EvalBatch,
+    TrainSampler,
+    build_eval_loader,
+    build_source,
+    build_train_loader,
+    eval_transform,
+    seeded,
+    train_transform,
+)
+from infvit.errors import DataError
+
+DIGITS = DataConfig(name="digits")
+
+
+def train_batches(workers: int, seed: int = 0, epoch: int = 0, update: int = 0) -> list[Batch]:
+    source = build_source(DIGITS, "train")
+    sampler = TrainSampler(60, 20, 8, 3, seed)
+    loader = build_train_loader(source, train_transform(RecipeConfig(), DIGITS, 32), sampler, workers, False)
+    sampler.start(epoch, update)
+    return list(loader)
+
+
+def same(a: list[Batch], b: list[Batch]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x.images, y.images) and torch.equal(x.targets, y.targets) for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_workers_and_interruptions_change_nothing() -> None:
+    whole = train_batches(0, epoch=3)
+    assert [len(batch.targets) for batch in whole] == [8, 8, 4] * 3
+    assert whole[0].images.shape == (8, 3, 32, 32)
+    assert whole[0].images.dtype == torch.float32
+    assert same(whole, train_batches(1, epoch=3))
+    assert same(whole, train_batches(2, epoch=3))
+    assert same(whole[3:], train_batches(0, epoch=3, update=1))
+    assert same(whole[6:], train_batches(2, epoch=3, update=2))
+    assert not same(whole, train_batches(0, epoch=4))
+    assert not same(whole, train_batches(0, seed=1, epoch=3))
+
+
+def test_views_of_one_image_differ() -> None:
+    images = train_batches(0)[0].images
+    assert len({image.numpy().tobytes() for image in images}) == len(images)
+
+
+def test_global_generators_are_left_alone() -> None:
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(3).tolist()
+    for workers in (0, 1):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        train_batches(workers)
+        assert (random.random(), np.random.rand(), torch.rand(3).tolist()) == expected
+
+
+def test_seeded_seeds_all_three_and_restores_after_an_error() -> None:
+    def draw() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    draws = []
+    for seed in (2**63 + 5, 2**63 + 5, 6):
+        with seeded(seed):
+            draws.append(draw())
+    assert draws[0] == draws[1]
+    assert all(a != b for a, b in zip(draws[0], draws[2], strict=True))
+    before = random.getstate()
+    with contextlib.suppress(KeyError), seeded(3):
+        draw()
+        raise KeyError
+    assert random.getstate() == before
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> DataConfig:
+    """Ten images, image i in class 0 of grey value 20 i; 3 and 8 damaged."""
+    for split in ("train", "val"):
+        folder = tmp_path / split / "only"
+        folder.mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (8, 8), (20 * i,) * 3).save(folder / f"{i}.png")
+        (folder / "3.png").write_bytes(b"")
+        (folder / "8.png").write_bytes(b"not an image")
+    return DataConfig(name="folder", root=str(tmp_path), mean=[0.0], std=[1.0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_training_drops_damaged_images_and_their_partners(damaged: DataConfig, workers: int) -> None:
+    source = build_source(damaged, "train")
+    sampler = TrainSampler(10, 10, None, 1, seed=0)
+    (views,) = list(sampler)
+    (batch,) = build_train_loader(source, eval_transform(1.0, "nearest", damaged, 8), sampler, workers, False)
+    order = [view.index for view in views]
+    lost = {order[p] for i in (3, 8) for p in (order.index(i), 9 - order.index(i))}
+    kept = [i for i in order if i not in lost]
+    assert len(kept) >= 6
+    values = (batch.images[:, 0, 0, 0] * 255 / 20).round().int().tolist()
+    assert values == kept  # nothing was put in place of the damaged ones, and partners still face each other
+    assert len(batch.targets) == len(kept)
+    assert len(batch.damaged) == 2
+    assert all(any(name in message for message in batch.damaged) for name in ("3.png", "8.png"))
+
+
+def test_a_wholly_damaged_micro_batch_is_empty(damaged: DataConfig) -> None:
+    for path in Path(damaged.root or "").glob("train/only/*"):
+        path.write_bytes(b"")
+    sampler = TrainSampler(10, 10, 4, 1, seed=0)
+    transform = eval_transform(1.0, "nearest", damaged, 8)
+    batches = list(build_train_loader(build_source(damaged, "train"), transform, sampler, 0, False))
+    assert [len(b.targets) for b in batches] == [len(b.images) for b in batches] == [0, 0, 0]
+    assert [len(b.damaged) for b in batches] == [4, 4, 2]
+
+
+def test_damage_log_names_each_file_once_and_stops(caplog: pytest.LogCaptureFixture) -> None:
+    log = DamageLog(2)
+    with caplog.at_level(logging.WARNING, logger="infvit"):
+        log.add(["a.jpg: bad.", "b.jpg: bad."])
+        log.add(["a.jpg: bad."])
+    assert [record.getMessage() for record in caplog.records] == ["Skipped: a.jpg: bad.", "Skipped: b.jpg: bad."]
+    with pytest.raises(DataError, match=r"3 images .*data.max_damaged=2.*c.jpg"):
+        log.add(["c.jpg: bad."])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_stops_at_damage_with_one_line(damaged: DataConfig, workers: int) -> None:
+    source = build_source(damaged, "val")
+    loader = build_eval_loader(source, eval_transform(1.0, "nearest", damaged, 8), 2, workers, False)
+    batches = iter(loader)
+    assert next(batches).indices.tolist() == [0, 1]
+    with pytest.raises(DataError) as caught:
+        list(batches)
+    assert str(caught.value).startswith(source.locate(3))
+    assert "\n" not in str(caught.value)
+
+
+class Few:
+    """Seven grey images, image i of class i."""
+
+    classes = tuple("0123456")
+    native_size = 8
+    warnings = ()
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def image(self, index: int) -> Image.Image:
+        return Image.new("RGB", (8, 8), (index,) * 3)
+
+    def target(self, index: int) -> int:
+        return index
+
+    def locate(self, index: int) -> str:
+        return str(index)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 100])
+def test_evaluation_scores_each_image_once(length: int, world: int, batch_size: int) -> None:
+    transform = eval_transform(1.0, "nearest", DIGITS, 8)
+    batches: list[EvalBatch] = []
+    for rank in range(world):
+        loader = build_eval_loader(Few(length), transform, batch_size, 0, False, rank, world)
+        mine = list(loader)
+        assert len(mine) == len(loader)
+        batches += mine
+    indices = [i for batch in batches for i in batch.indices.tolist()]
+    assert sorted(indices) == list(range(length))
+    assert [t for batch in batches for t in batch.targets.tolist()] == indices
+    assert all(len(batch.images) == len(batch.indices) <= batch_size for batch in batches)
+
+
+@pytest.mark.parametrize("name", ["digits", "digit_scenes", "folder"])
+def test_loading_can_be_sent_to_spawned_workers(damaged: DataConfig, name: str) -> None:
+    """macOS and Windows start workers afresh and pickle what these need."""
+    source = build_source(dataclasses.replace(damaged, name=name), "train")
+    transform = train_transform(RecipeConfig(), damaged, 16)
+    there, back = pickle.loads(pickle.dumps((source, transform)))
+    for original in (0, 1):
+        with seeded(original):
+            expected = transform(source.image(original))
+        with seeded(original):
+            assert torch.equal(back(there.image(original)), expected)

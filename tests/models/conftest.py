@@ -1,0 +1,50 @@
+"""Fixtures over all models of the package. The large ones are built narrow and shallow; their full size is checked on
+the meta device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import infvit  # noqa: F401
+
+MODELS = timm.list_models(module="infvit")
+MINIS = [name for name in MODELS if name.endswith("_mini")]
+SMALL: dict[str, Any] = {"depth": 2, "num_classes": 10}
+NARROW: dict[str, Any] = {**SMALL, "embed_dim": 128, "img_size": 64}
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    """Each model of the package."""
+    return request.param
+
+
+@pytest.fixture(params=MINIS)
+def mini(request: pytest.FixtureRequest) -> str:
+    """The mini model of each mechanism."""
+    return request.param
+
+
+@pytest.fixture
+def build() -> Callable[..., nn.Module]:
+    """Builds a model by name, reduced in depth and (the large ones) width, in eval mode."""
+
+    def build(name: str, **kwargs: Any) -> nn.Module:
+        return timm.create_model(name, **{**(SMALL if name in MINIS else NARROW), **kwargs}).eval()
+
+    return build
+
+
+@pytest.fixture
+def images() -> Callable[..., torch.Tensor]:
+    """Makes random images of the size that a model expects."""
+
+    def images(model: nn.Module, batch: int = 2, size: tuple[int, int] | None = None) -> torch.Tensor:
+        like = next(model.parameters())
+        return torch.randn(batch, model.in_chans, *(size or model.patch_embed.img_size), dtype=like.dtype)
+
+    return images
