@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,12 +94,26 @@ def from_hydra(cfg: DictConfig, schema: type[C]) -> C:
     Raises:
         ConfigError: a value of the wrong type, an unknown key, or values that do not go together.
     """
+    if unknown := _unknown_keys(OmegaConf.to_container(cfg), schema):  # `+key=value` adds what Hydra would refuse
+        raise ConfigError(f"unknown key {unknown[0]!r}. {did_you_mean(unknown[0], leaf_keys(schema))}")
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), cfg))
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error)) from error
     assert isinstance(config, schema)
     return config
+
+
+def _unknown_keys(tree: Any, schema: type, prefix: str = "") -> list[str]:
+    """Returns the dotted keys of a tree that a configuration dataclass does not have."""
+    unknown: list[str] = []
+    known = {f.name: f.type for f in fields(schema)}
+    for name, value in tree.items():
+        if name not in known:
+            unknown.append(prefix + name)
+        elif is_dataclass(known[name]) and isinstance(value, dict):
+            unknown += _unknown_keys(value, known[name], f"{prefix}{name}.")  # type: ignore[arg-type]
+    return unknown
 
 
 def explain(error: Exception) -> str:
@@ -109,11 +124,12 @@ def explain(error: Exception) -> str:
     if found := re.search(r"Could not find '([\w-]+)/([\w./-]+)'", text):
         group, name = found[1], found[2]
         return f"unknown {group}={name}. {did_you_mean(name, _options(group))}"
-    if found := re.search(r"Could not override '([^']+)'.*(?:No match in the defaults list|not in struct)", text):
-        return f"unknown key {found[1]!r}. {did_you_mean(found[1], _known_keys())}"
-    if found := re.search(r"Key '([^']+)' (?:is )?not in", text):
-        key = getattr(error, "full_key", None) or found[1]
+    if found := re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text):
+        key = found[1] or getattr(error, "full_key", None) or found[2]
         return f"unknown key {key!r}. {did_you_mean(key, _known_keys())}"
+    if text.startswith("Error merging override") and error.__cause__ is not None:
+        cause = " ".join(str(error.__cause__).split()).split(" full_key:")[0]
+        return f"{text.removeprefix('Error merging override ')}: {cause}."
     key = getattr(error, "full_key", None)
     message = text.split(" full_key:")[0]
     return f"{key}: {message}" if key and key not in message else message
@@ -127,5 +143,7 @@ def _known_keys() -> list[str]:
 
 def _options(group: str) -> list[str]:
     """Returns the names that a configuration group offers."""
+    if group == "model/timm":
+        return timm.list_models()
     files = (Path(sys.argv[0]).parent / "configs" / group).glob("*.yaml")
-    return [file.stem for file in files] + (timm.list_models() if group.startswith("model") else [])
+    return [file.stem for file in files] + ([f"timm/{name}" for name in timm.list_models()] if group == "model" else [])

@@ -100,7 +100,7 @@ class RecipeConfig:
     sched: str = key("cosine", "schedule, by timm's name")
     sched_on_updates: bool = key(False, "change the rate at every update instead of every epoch")
     min_lr: float = key(1e-5, "rate at the end of the schedule")
-    warmup_epochs: int = key(5, "epochs of linear warm-up")
+    warmup_epochs: float = key(5, "epochs of linear warm-up; a fraction needs sched_on_updates")
     warmup_lr: float = key(1e-6, "rate at the start of the warm-up")
     # regularisation
     smoothing: float = key(0.1, "label smoothing")
@@ -138,6 +138,10 @@ class RecipeConfig:
         )
         modes = ("const", "rand", "pixel")
         _require(self.remode in modes, f"recipe.remode={self.remode!r} must be one of {', '.join(modes)}.")
+        _require(
+            self.sched_on_updates or self.warmup_epochs == int(self.warmup_epochs),
+            f"recipe.warmup_epochs={self.warmup_epochs} is a fraction, which needs recipe.sched_on_updates=true.",
+        )
         for name in ("scale", "ratio"):
             pair = getattr(self, name)
             _require(len(pair) == 2 and 0 < pair[0] <= pair[1], f"recipe.{name}={pair} must be [low, high].")

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -118,8 +118,10 @@ def check_degenerate(name: str, **args: Any) -> None:
         q[0], k[0] = 1, -1
         q[1], k[1] = 0, 0
         weight = _random(3, HEADS, TOKENS, DIM).to(dtype)
-        mixed = gradients(core, (q, k, v), NO_MASK, weight)
-        for result in mixed:
+        with torch.autograd.set_detect_anomaly(True):  # no NaN on the way either
+            mixed = gradients(core, (q, k, v), NO_MASK, weight)
+            masked = [gradients(core, (q[:2], k[:2], v[:2]), mask, weight[:2]) for mask in declared_masks(core)]
+        for result in (*mixed, *chain(*masked)):
             assert result.isfinite().all(), f"value or gradient not finite in {dtype}"
         if dtype == torch.float64:
             alone = gradients(core, (q[2:], k[2:], v[2:]), NO_MASK, weight[2:])
@@ -130,11 +132,11 @@ def check_nan(name: str, **args: Any) -> None:
     """NaN in gives NaN out, in that head of that sample and nowhere else."""
     core = build(name, args)
     clean = inputs()
-    expected = core(*clean)
-    for position in range(3):
+    for mask, position in product(declared_masks(core), range(3)):
+        expected = core(*clean, mask)
         poisoned = [x.clone() for x in clean]
-        poisoned[position][0, 0, 0, 0] = float("nan")
-        out = core(*poisoned)
+        poisoned[position][0, 0, 3, 0] = float("nan")
+        out = core(*poisoned, mask)
         assert out[0, 0].isnan().any(), f"NaN in {'qkv'[position]} is hidden"
         _all_close([out[0, 1], out[1]], [expected[0, 1], expected[1]])
 
@@ -380,8 +382,9 @@ def check_meta_device(name: str, **args: Any) -> None:
         for p in core.parameters():
             p.fill_(float("nan"))
     for module in core.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
+        reset = getattr(module, "reset_parameters", None)
+        if callable(reset):
+            reset()
     for n, p in core.named_parameters():
         assert p.isfinite().all(), f"parameter {n} is not set by any reset_parameters"
     assert core(*inputs()).isfinite().all()

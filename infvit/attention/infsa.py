@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from infvit.attention.mechanism import Mechanism
-from infvit.errors import ConfigError, did_you_mean
+from infvit.errors import ConfigError
 
 EPS = 1e-6
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "abs": torch.abs}
@@ -21,8 +21,7 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
         ConfigError: unknown name.
     """
     if name not in ACTIVATIONS:
-        allowed = ", ".join(ACTIVATIONS)
-        raise ConfigError(f"unknown activation {name!r}; allowed: {allowed}. {did_you_mean(name, ACTIVATIONS)}")
+        raise ConfigError(f"unknown activation {name!r}; allowed: {', '.join(ACTIVATIONS)}.")
     return ACTIVATIONS[name]
 
 

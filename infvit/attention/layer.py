@@ -101,7 +101,7 @@ class AttentionLayer(nn.Module):
         Raises:
             ConfigError: the mechanism does not support the mask, or its shape or dtype has no meaning here.
         """
-        mask = read_mask(x, attn_mask, is_causal)
+        mask = read_mask(x, attn_mask, is_causal, self.num_heads)
         real = None if mask.keys is None else mask.keys[..., None]
         if real is not None:
             x = torch.where(real, x, x.new_zeros(()))  # before any product: NaN times a zero gradient is NaN
@@ -131,14 +131,14 @@ class AttentionLayer(nn.Module):
     def matrix(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Returns the mixing matrix of each head on tokens (B, N, C): (B, H, N, N). Raises where there is none."""
         q, k, _ = self.project(x)
-        return self.core.matrix(q, k, read_mask(x, attn_mask, is_causal))
+        return self.core.matrix(q, k, read_mask(x, attn_mask, is_causal, self.num_heads))
 
     def token_map(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, kind: str | None = None
     ) -> Tensor:
         """Returns the relevance of each token on tokens (B, N, C): (B, H, N). Raises where there is none."""
         q, k, _ = self.project(x)
-        return self.core.token_map(q, k, read_mask(x, attn_mask, is_causal), kind)
+        return self.core.token_map(q, k, read_mask(x, attn_mask, is_causal, self.num_heads), kind)
 
     @torch.no_grad()
     def fold_projection(self) -> None:
@@ -169,7 +169,7 @@ class _Traced(nn.Module):
         return self.layer(x)
 
 
-def read_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Mask:
+def read_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool, num_heads: int) -> Mask:
     """Interprets timm's mask arguments for tokens (B, N, C); see `AttentionLayer.forward`.
 
     Raises:
@@ -185,11 +185,10 @@ def read_mask(x: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Mask:
     if shape == (batch, 1, 1, tokens):
         real = attn_mask[:, 0, 0]
         return Mask(keys=real, queries=real, causal=is_causal)
-    pairs = len(shape) == 4 and shape[0] in (1, batch) and shape[-2:] == (tokens, tokens)
-    if not pairs and shape != (tokens, tokens):
+    if shape != (tokens, tokens) and shape not in [(b, h, tokens, tokens) for b in (1, batch) for h in (1, num_heads)]:
         raise ConfigError(
             f"attn_mask of shape {shape} for {batch} x {tokens} tokens: give ({batch}, 1, 1, {tokens}) for padding, "
-            f"or ({tokens}, {tokens}), ({batch}, 1, {tokens}, {tokens}) or ({batch}, heads, {tokens}, {tokens}) "
+            f"or ({tokens}, {tokens}), ({batch}, 1, {tokens}, {tokens}) or ({batch}, {num_heads}, {tokens}, {tokens}) "
             "for single pairs, as scaled_dot_product_attention takes them."
         )
     return Mask(pairs=attn_mask, causal=is_causal)

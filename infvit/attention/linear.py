@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
-from infvit.attention.mechanism import Capabilities, Mask, Projections, full_precision
+from infvit.attention.mechanism import Capabilities, Mask, Projections, full_precision, zero_padded
 
 
 def normalised(weights: Tensor, dim: int) -> Tensor:
@@ -88,7 +88,7 @@ class LinearInfSA(InfSA):
         if mask.causal:
             return self.decay() * causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)
         matrix = (self.decay() * self._weights(q, k, mask)).expand(-1, -1, q.shape[-2], -1)
-        return matrix if mask.queries is None else matrix * mask.queries[:, None, :, None]
+        return zero_padded(matrix, mask.queries)
 
     def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
         return self._weights(q, k, mask)[..., 0, :]  # under a causal mask: those of the last token, which sees all

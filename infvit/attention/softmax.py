@@ -50,7 +50,8 @@ class SoftmaxAttention(Mechanism):
         if not self.fused:
             return self.attn_drop(self._matrix(q, k, mask)) @ v
         dropout = self.attn_drop.p if self.training else 0.0
-        if mask.pairs is None and q.is_cpu and not torch.compiler.is_exporting() and k.shape[-2] < 16:
+        graph = torch.compiler.is_exporting() or torch.jit.is_tracing()  # must hold at every length
+        if mask.pairs is None and q.is_cpu and not graph and k.shape[-2] < 16:
             # Rows shorter than a SIMD register: torch's CPU kernel returns 0 for NaN (pytorch#141128) unless masked.
             mask = replace(mask, pairs=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device))
         if mask == Mask(causal=mask.causal):

@@ -31,7 +31,7 @@ def digit_arrays(split: Split) -> tuple[np.ndarray, np.ndarray]:
 class Digits:
     """The digits as a `Source`: 8 x 8 images, which the transforms enlarge."""
 
-    native_size = 32
+    native_size = 16
     warnings: Sequence[str] = ()
 
     def __init__(self, data: DataConfig, split: Split, classes: Sequence[str] | None) -> None:

@@ -9,6 +9,7 @@ mixup partner, so that the others keep theirs; in evaluation it is an error.
 
 import logging
 import random
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -175,7 +176,14 @@ def _loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # each iteration draws a seed, by default from the global generator
+        worker_init_fn=_reset_signals,
     )
+
+
+def _reset_signals(worker: int) -> None:
+    """Undoes what a worker inherits: Ctrl-C reaches the whole process group, but only the main process decides."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 class DamageLog:

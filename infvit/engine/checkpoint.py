@@ -112,4 +112,6 @@ def require_finite(model: nn.Module) -> None:
     """
     for name, value in model.state_dict().items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise TrainingError(f"{name} is not finite; nothing was saved. Lower recipe.lr or use engine.precision=fp32.")
+            raise TrainingError(
+                f"{name} is not finite; nothing was saved. Lower recipe.lr or use engine.precision=fp32."
+            )

@@ -61,7 +61,9 @@ def own_folder(path: Path, fresh: bool) -> Iterator[Path]:
         except BlockingIOError as error:
             lock.seek(0)
             owner = lock.read().strip() or "another process"
-            raise ConfigError(f"run_dir={path} is in use by {owner}. Wait for it or choose another run_dir=...") from error
+            raise ConfigError(
+                f"run_dir={path} is in use by {owner}. Wait for it or choose another run_dir=..."
+            ) from error
         lock.seek(0)
         lock.truncate()
         lock.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -95,7 +97,9 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
     old = _flat({name: value for name, value in stored.items() if name not in _NOT_IDENTITY})
     old.pop("data.num_workers", None)
     new = _flat(identity(config))
-    changed = [f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new) if old.get(key) != new.get(key)]
+    changed = [
+        f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new) if old.get(key) != new.get(key)
+    ]
     if changed:
         raise ConfigError(
             f"run_dir={path} holds another run ({'; '.join(changed)}). "

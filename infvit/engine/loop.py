@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from infvit.attention.infsa import path_decays
@@ -17,8 +17,9 @@ from infvit.config import TrainConfig
 from infvit.data import Batch, DamageLog, TrainSampler
 from infvit.engine import checkpoint
 from infvit.engine.device import autocast, seed_update
+from infvit.engine.profiling import start_profiler
 from infvit.engine.progress import Progress
-from infvit.engine.record import Logger, write_history
+from infvit.engine.record import WandbLogger, write_history
 from infvit.engine.signals import Interrupted, StopRequest
 from infvit.engine.state import RunState
 from infvit.engine.validate import validate
@@ -45,7 +46,7 @@ class Run:
     mixup: BatchMixup | None
     header: dict[str, Any]  # what a checkpoint says of the run besides its state
     damage: DamageLog
-    loggers: Sequence[Logger]
+    logger: WandbLogger | None
     stop: StopRequest
     after_epoch: Sequence[Callable[[Path], None]] = ()
 
@@ -96,7 +97,7 @@ def train_epoch(run: Run, epoch: int) -> dict[str, Any]:
     first = epoch * run.sampler.updates_per_epoch
     end = min(first + run.sampler.updates_per_epoch, run.last_update)
     progress = Progress(epoch, run.config.epochs, end - first, state.update - first, engine.log_seconds)
-    profiler = start_profiler(run) if run.config.profile and epoch == 0 else None
+    profiler = start_profiler(run.folder, run.device) if run.config.profile and epoch == 0 else None
     run.sampler.start(epoch, state.update - first)
     batches = iter(run.train_loader)
     run.forward.train()
@@ -189,12 +190,14 @@ def note_nonfinite(run: Run, loss: float, lr: float, failures: int) -> None:
         (name for name, p in state.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()),
         "none",
     )
-    found = f"update {state.update}: loss {loss}, gradient norm {state.grad_norm}, lr {lr:.2e}, first bad gradient: {bad}"
+    found = (
+        f"update {state.update}: loss {loss}, gradient norm {state.grad_norm}, lr {lr:.2e}, first bad gradient: {bad}"
+    )
     log.warning("Not finite, update left out (%d of %d in a row): %s", failures, most, found)
     if failures >= most:
         raise TrainingError(
-            f"{failures} updates in a row were not finite ({found}). The last finite checkpoint is kept in {run.folder}. "
-            "Lower recipe.lr, set recipe.clip_grad=1, or use engine.precision=fp32."
+            f"{failures} updates in a row were not finite ({found}). The last finite checkpoint is kept in "
+            f"{run.folder}. Lower recipe.lr, set recipe.clip_grad=1, or use engine.precision=fp32."
         )
 
 
@@ -247,8 +250,8 @@ def stop_here(run: Run) -> None:
 def report(run: Run, row: dict[str, Any]) -> None:
     """Writes and shows the metrics of an epoch."""
     write_history(run.state.history, run.folder)
-    for logger in run.loggers:
-        logger.row(row)
+    if run.logger is not None:
+        run.logger.row(row)
     for callback in run.after_epoch:
         callback(run.folder)
     text = f"epoch {row['epoch']}/{run.config.epochs}  train loss {row['train_loss']:.4f}"
@@ -259,22 +262,3 @@ def report(run: Run, row: dict[str, Any]) -> None:
     log.info("%s  (%.0f images/s, data wait %.0f %%)", text, row["images_per_second"], 100 * row["data_wait"])
     if row["data_wait"] > 0.1 and run.device.type != "cpu":
         log.warning("The device waits for data %.0f %% of the time: raise data.num_workers.", 100 * row["data_wait"])
-
-
-def start_profiler(run: Run) -> torch.profiler.profile:
-    """Profiles updates 3 to 7 of the first epoch: a trace for chrome://tracing and the ten costliest operations."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if run.device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-
-    def write(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(str(run.folder / "trace.json"))
-        key = "self_cuda_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=key, row_limit=10)
-        (run.folder / "profile.txt").write_text(table)
-        log.info("Profile in %s\n%s", run.folder / "trace.json", table)
-
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=5, repeat=1)
-    profiler = torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write)
-    profiler.start()
-    return profiler

@@ -1,29 +1,18 @@
-"""The metrics of a run as files, which are the record of truth, and external loggers beside them."""
+"""The metrics of a run as files, which are the record of truth, and Weights & Biases beside them."""
 
 import csv
 import json
 import logging
 import math
 import os
+import secrets
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from infvit.config import LoggerConfig
 from infvit.errors import MissingExtraError
 
 log = logging.getLogger(__name__)
-
-
-class Logger(Protocol):
-    """Where rows of metrics go beside the files."""
-
-    id: str | None
-
-    def row(self, row: dict[str, Any]) -> None:
-        """Logs the metrics of one epoch."""
-
-    def finish(self, exit_code: int) -> None:
-        """Closes the logger."""
 
 
 def write_history(history: list[dict[str, Any]], folder: Path) -> None:
@@ -73,8 +62,8 @@ class WandbLogger:
             raise MissingExtraError("logger=wandb", "wandb") from error
         self._wandb = wandb
         self._run: Any = None
-        self.id = run_id or wandb.util.generate_id()
-        mode = config.wandb_mode
+        self.id = run_id or secrets.token_hex(4)
+        mode: Any = config.wandb_mode
         if mode == "online" and not wandb.api.api_key:
             log.warning("W&B: no API key; logging offline to %s. Upload later with: wandb sync", folder / "wandb")
             mode = "offline"
@@ -99,6 +88,7 @@ class WandbLogger:
                 log.warning("W&B: %s mode failed (%s).", attempt, " ".join(str(error).split())[:200])
 
     def row(self, row: dict[str, Any]) -> None:
+        """Logs the metrics of one epoch."""
         if self._run is None:
             return
         flat = {k: v for k, v in row.items() if not isinstance(v, list)}
@@ -110,6 +100,7 @@ class WandbLogger:
             self._run = None
 
     def finish(self, exit_code: int) -> None:
+        """Closes the W&B run."""
         if self._run is not None:
             try:
                 self._run.finish(exit_code=exit_code)
@@ -118,14 +109,14 @@ class WandbLogger:
             self._run = None
 
 
-def build_loggers(
+def build_logger(
     config: LoggerConfig, folder: Path, run_config: dict[str, Any], run_id: str | None
-) -> list[Logger]:
-    """Builds the external loggers of a run."""
+) -> WandbLogger | None:
+    """Builds the external logger of a run, if one is asked for and installed."""
     if not config.wandb:
-        return []
+        return None
     try:
-        return [WandbLogger(config, folder, run_config, run_id)]
+        return WandbLogger(config, folder, run_config, run_id)
     except MissingExtraError as error:
         log.warning("%s. Training goes on without it.", error)
-        return []
+        return None

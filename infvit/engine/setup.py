@@ -28,7 +28,7 @@ from infvit.engine import checkpoint
 from infvit.engine.device import seed_all, select_device, select_precision
 from infvit.engine.folder import default_folder
 from infvit.engine.loop import Run
-from infvit.engine.record import build_loggers
+from infvit.engine.record import build_logger
 from infvit.engine.signals import StopRequest
 from infvit.engine.state import RunState
 from infvit.errors import ConfigError
@@ -89,7 +89,9 @@ class Plan:
                 f"note    repeated augmentation x{c.recipe.repeated_aug}: an epoch shows "
                 f"{sampler.distinct_images} different images"
             )
-        lines += [f"note    {key} has no effect: {reason}" for key, reason in self.inactive.items()]
+        for reason in dict.fromkeys(self.inactive.values()):
+            keys = ", ".join(key for key, why in self.inactive.items() if why == reason)
+            lines.append(f"note    without effect, since {reason}: {keys}")
         lines += [f"warning {text}" for text in self.data.warnings]
         if c.data.name != "imagenet":
             lines.append(
@@ -117,7 +119,9 @@ def make_plan(config: TrainConfig) -> Plan:
         _, ignored = build_model(config.model, len(data.classes), config.data.in_chans, img_size,
                                  config.recipe.drop_path, config.recipe.drop)  # fmt: skip
     names = {"drop_path_rate": "recipe.drop_path", "drop_rate": "recipe.drop", "img_size": "data.img_size"}
-    inactive = {f"recipe.{key}": why for key, why in {**config.recipe.inactive(), **inactive_keys(config.recipe)}.items()}
+    inactive = {
+        f"recipe.{key}": why for key, why in {**config.recipe.inactive(), **inactive_keys(config.recipe)}.items()
+    }
     # A model without a fixed size simply takes images of any; only a size that was asked for is worth a note.
     inactive |= {names[k]: why for k, why in ignored.items() if k != "img_size"}
     folder = Path(config.run_dir) if config.run_dir else default_folder(config)
@@ -131,7 +135,9 @@ def dry_run_lines(plan: Plan) -> list[str]:
     with torch.device("meta"):
         model, _ = build_model(c.model, plan.num_classes, c.data.in_chans, plan.img_size)
     flops = count_flops(c.model, plan.num_classes, c.data.in_chans, plan.img_size)
-    schedule = Schedule(build_optimizer(model, c.recipe, c.batch_size), c.recipe, c.epochs, plan.sampler.updates_per_epoch)
+    schedule = Schedule(
+        build_optimizer(model, c.recipe, c.batch_size), c.recipe, c.epochs, plan.sampler.updates_per_epoch
+    )
     per_epoch = plan.sampler.updates_per_epoch
     shown = sorted({*range(min(10, c.epochs)), *range(0, c.epochs, max(1, c.epochs // 10)), c.epochs - 1})
     return [
@@ -151,15 +157,18 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
     """Builds everything, and restores the state of an earlier start of the same run if the folder holds one."""
     config, device, recipe = plan.config, plan.device, plan.config.recipe
     seed_all(config.seed)
-    model, _ = build_model(config.model, plan.num_classes, config.data.in_chans, plan.img_size, recipe.drop_path, recipe.drop)
+    model, _ = build_model(
+        config.model, plan.num_classes, config.data.in_chans, plan.img_size, recipe.drop_path, recipe.drop
+    )
     stored = checkpoint.read_last(plan.folder)
     if config.init_from and stored is None:
         _initialise(model, config)
     if config.engine.grad_checkpointing:
-        model.set_grad_checkpointing(True)
+        _checkpoint_gradients(model, config.model.name)
     memory_format = torch.channels_last if config.engine.channels_last else torch.contiguous_format
-    model.to(device=device, memory_format=memory_format)
-    forward = torch.compile(model, backend=config.engine.compile_backend) if config.compile else model
+    model.to(device)
+    model.to(memory_format=memory_format)
+    forward: Any = torch.compile(model, backend=config.engine.compile_backend) if config.compile else model
     optimizer = build_optimizer(model, recipe, config.batch_size)
     ema = ModelEmaV3(model, decay=recipe.ema_decay) if recipe.ema_decay is not None else None
     scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == torch.float16)
@@ -167,8 +176,8 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
     if stored is not None:
         state.load_state_dict(stored)
         log.info("Continuing after update %d (%d epochs on record).", state.update, len(state.history))
-    loggers = build_loggers(config.logger, plan.folder, asdict(config), state.logger_id)
-    state.logger_id = next((logger.id for logger in loggers), None)
+    logger = build_logger(config.logger, plan.folder, asdict(config), state.logger_id)
+    state.logger_id = logger.id if logger else state.logger_id
     workers, pin = config.data.num_workers, device.type == "cuda"
     train = train_transform(recipe, config.data, plan.img_size)
     evaluation = eval_transform(recipe.crop_pct, recipe.interpolation, config.data, plan.img_size)
@@ -187,10 +196,17 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
         mixup=BatchMixup(recipe, plan.num_classes, config.seed) if recipe.mixes else None,
         header=_header(plan),
         damage=DamageLog(config.data.max_damaged),
-        loggers=loggers,
+        logger=logger,
         stop=stop,
         after_epoch=after_epoch,
     )
+
+
+def _checkpoint_gradients(model: Any, name: str) -> None:
+    try:
+        model.set_grad_checkpointing(True)
+    except (AttributeError, AssertionError) as error:
+        raise ConfigError(f"engine.grad_checkpointing=true: {name} does not support it.") from error
 
 
 def _header(plan: Plan) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from infvit.errors import CheckpointError
 
 @dataclass
 class RunState:
-    """The state of a run. Data order, augmentation, mixing, dropout and learning rate follow from `update` and the seed.
+    """The state of a run. Data order, augmentation, mixing, dropout and rate follow from `update` and the seed.
 
     Attributes:
         model: the trained model, without wrappers.

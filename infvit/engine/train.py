@@ -63,8 +63,8 @@ def train(config: TrainConfig, after_epoch: Sequence[Callable[[Path], None]] = (
                 exit_code = interrupted.exit_code
                 raise
             finally:
-                for logger in run.loggers:
-                    logger.finish(exit_code)
+                if run.logger is not None:
+                    run.logger.finish(exit_code)
         metrics = run.state.history[-1]
         best = "" if run.state.best is None else f" (best {run.state.best:.2f} %)"
         ema = f", EMA {metrics['ema_top1']:.2f} %" if "ema_top1" in metrics else ""

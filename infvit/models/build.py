@@ -50,7 +50,7 @@ def build_model(
     if not timm.is_model(config.name):
         raise ConfigError(f"unknown model {config.name!r}. {did_you_mean(config.name, known)}")
     arguments: dict[str, Any] = {"num_classes": num_classes, "in_chans": in_chans, **model_arguments(config)}
-    optional = {"img_size": img_size, "drop_path_rate": drop_path or None, "drop_rate": drop or None}
+    optional: dict[str, Any] = {"img_size": img_size, "drop_path_rate": drop_path or None, "drop_rate": drop or None}
     optional = {name: value for name, value in optional.items() if value is not None and name not in arguments}
     inactive: dict[str, str] = {}
     while True:

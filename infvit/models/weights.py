@@ -66,7 +66,7 @@ def load_weights(model: nn.Module, state: dict[str, Any], source: str, reset_hea
             for names, what in ((missing, "missing"), (unexpected, "unknown"), (wrong, "of another shape"))
             if names
         ]
-        head = set(name.rsplit(".", 1)[0].split(" ")[0] for name in wrong) & set(_classifier_names(model))
+        head = {name.rsplit(".", 1)[0].split(" ")[0] for name in wrong} & set(_classifier_names(model))
         remedy = " reset_head=true starts with a new classifier." if head and not reset_head else ""
         raise CheckpointError(f"{source} does not fit the model ({'; '.join(parts)}).{remedy}")
     model.load_state_dict(state)
@@ -76,4 +76,3 @@ def load_weights(model: nn.Module, state: dict[str, Any], source: str, reset_hea
 def _classifier_names(model: nn.Module) -> tuple[str, ...]:
     names = getattr(model, "pretrained_cfg", {}).get("classifier", "head")
     return (names,) if isinstance(names, str) else tuple(names or ())
-

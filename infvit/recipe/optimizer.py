@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
+from timm.optim import OptimInfo, create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import nn
 
 from infvit.config import RecipeConfig
@@ -21,9 +21,7 @@ def build_optimizer(model: nn.Module, recipe: RecipeConfig, batch_size: int) -> 
     Raises:
         ConfigError: unknown optimiser.
     """
-    if recipe.opt not in list_optimizers():
-        raise ConfigError(f"unknown recipe.opt={recipe.opt!r}. {did_you_mean(recipe.opt, list_optimizers())}")
-    info = get_optimizer_info(recipe.opt)
+    info = _info(recipe)
     options: dict[str, Any] = {}
     if info.has_eps:
         options["eps"] = recipe.opt_eps
@@ -41,10 +39,17 @@ def build_optimizer(model: nn.Module, recipe: RecipeConfig, batch_size: int) -> 
 
 def inactive_keys(recipe: RecipeConfig) -> dict[str, str]:
     """Returns the optimiser keys that the chosen optimiser has no use for."""
-    info = get_optimizer_info(recipe.opt)
+    info = _info(recipe)
     reasons = {}
     if not info.has_eps:
         reasons["opt_eps"] = f"{recipe.opt} has no epsilon"
     if not info.has_betas:
         reasons["opt_betas"] = f"{recipe.opt} has no betas"
     return reasons
+
+
+def _info(recipe: RecipeConfig) -> OptimInfo:
+    known = [str(name) for name in list_optimizers()]
+    if recipe.opt not in known:
+        raise ConfigError(f"unknown recipe.opt={recipe.opt!r}. {did_you_mean(recipe.opt, known)}")
+    return get_optimizer_info(recipe.opt)

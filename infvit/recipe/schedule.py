@@ -13,7 +13,8 @@ class Schedule:
     """Sets the learning rate of an optimiser before each update. Holds no state, so there is none to restore.
 
     Without `sched_on_updates` the rate changes once per epoch, as DeiT's does. timm counts the epochs from 0, so the
-    first epoch runs at `warmup_lr` and each later one is one epoch ahead of DeiT's own curve, whose first two are equal.
+    first epoch runs at `warmup_lr` and each later one is one epoch ahead of DeiT's own curve, whose first
+    two are equal.
 
     Args:
         optimizer: whose parameter groups are set; their `lr` is the peak rate, their `lr_scale` is respected.
@@ -37,7 +38,7 @@ class Schedule:
             optimizer,
             sched=recipe.sched,
             num_epochs=epochs,
-            warmup_epochs=recipe.warmup_epochs,
+            warmup_epochs=recipe.warmup_epochs,  # type: ignore[arg-type]  # a fraction works on updates
             warmup_lr=recipe.warmup_lr,
             min_lr=recipe.min_lr,
             step_on_epochs=not self.on_updates,

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits, load_sample_image
 
 from infvit.config import DataConfig
 from infvit.data import build_source, preflight
-from infvit.data.digit_scenes import DigitScenes
+from infvit.data.digit_scenes import DigitScenes, _photographs
 from infvit.data.digits import digit_arrays
 from infvit.errors import DataError
 
@@ -89,6 +89,19 @@ def test_box_is_the_extent_of_the_strokes(split: str, side: int) -> None:
         assert difference.max() > 100  # bright enough to be seen
     assert side / 6 < min(sizes) < side / 3
     assert side / 2 < max(sizes) <= round(side * 2 / 3)
+
+
+def test_splits_are_drawn_independently_from_disjoint_parts_of_the_photographs() -> None:
+    def colour(source: DigitScenes, index: int) -> bytes:
+        scene = source.scene(index)
+        strokes = scene.image[(scene.image != scene.background).any(-1)]
+        values, counts = np.unique(strokes, axis=0, return_counts=True)
+        return values[counts.argmax()].tobytes()
+
+    assert all(colour(scenes("train"), i) != colour(scenes("val"), i) for i in range(20))
+    for name, train, val in zip(("china.jpg", "flower.jpg"), _photographs("train"), _photographs("val"), strict=True):
+        whole = np.concatenate([np.asarray(train), np.asarray(val)], axis=1)
+        assert np.array_equal(whole, load_sample_image(name) // 2)
 
 
 def test_held_out_scenes_use_held_out_digits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,11 +30,30 @@ def mini(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def build() -> Callable[..., nn.Module]:
-    """Builds a model by name, reduced in depth and (the large ones) width, in eval mode."""
+def create() -> Callable[..., nn.Module]:
+    """Creates a model by name, reduced in depth and (the large ones) width, in eval mode, with its initial values."""
+
+    def create(name: str, **kwargs: Any) -> nn.Module:
+        return timm.create_model(name, **{**(SMALL if name in MINIS else NARROW), **kwargs}).eval()
+
+    return create
+
+
+@pytest.fixture
+def build(create: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Like `create`, with every parameter moved away from its initial value.
+
+    Biases start at 0, norms at 1, the class token near 0, and the head of the minis at 0: a model at its start hides
+    most mistakes.
+    """
 
     def build(name: str, **kwargs: Any) -> nn.Module:
-        return timm.create_model(name, **{**(SMALL if name in MINIS else NARROW), **kwargs}).eval()
+        model = create(name, **kwargs)
+        if not {"checkpoint_path", "pretrained"} & kwargs.keys():
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+        return model
 
     return build
 

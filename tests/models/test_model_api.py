@@ -326,18 +326,27 @@ def test_attention_is_an_argument(build: Build, images: Images):
 
 
 @pytest.mark.parametrize("mini", ["infvit_pure_mini", "infvit_linear_mini"])
-def test_hyperparameters_reach_every_layer(mini: str, build: Build, images: Images):
-    model = build(mini, gamma=0.25, gamma_trainable=False, gamma_per_head=True, activation="abs")
+def test_hyperparameters_reach_every_layer(mini: str, create: Build):
+    model = create(mini, gamma=0.25, gamma_trainable=False, gamma_per_head=True, activation="abs")
     assert len(layers(model)) == 2
     for layer in layers(model):
         assert torch.equal(layer.core.decay(), torch.full((6, 1, 1), 0.25))
         assert not layer.core.decay.logit.requires_grad
         assert layer.core.phi is torch.abs
-    default = build(mini)
-    assert [layer.core.decay().item() for layer in layers(default)] == pytest.approx([0.7, 0.7])
-    default.load_state_dict(model.state_dict() | {k: v[:1] for k, v in model.state_dict().items() if "logit" in k})
+    assert [layer.core.decay().item() for layer in layers(create(mini))] == pytest.approx([0.7, 0.7])
+
+
+@pytest.mark.parametrize("mini", ["infvit_pure_mini", "infvit_linear_mini"])
+def test_hyperparameters_change_the_function(mini: str, build: Build, images: Images):
+    model, other = build(mini, activation="abs"), build(mini)
+    x = images(model)
+    other.load_state_dict(model.state_dict())
     with torch.no_grad():
-        assert not torch.allclose(default(images(model)), model(images(model)))
+        before = other(x)
+        assert not torch.allclose(before, model(x), atol=1e-4)
+        for layer in layers(other):
+            layer.core.decay.logit.sub_(1)
+        assert not torch.allclose(before, other(x), atol=1e-4)
 
 
 def test_tied_keys_and_projections_are_arguments(build: Build):
@@ -353,7 +362,7 @@ def test_tied_keys_and_projections_are_arguments(build: Build):
 @pytest.mark.parametrize("gamma", [0.0, 1.0, -0.5, 1.5, float("nan")])
 def test_gamma_outside_the_unit_interval(gamma: float, build: Build):
     for mini in ("infvit_pure_mini", "infvit_linear_mini"):
-        with pytest.raises(ConfigError, match="gamma=.* strictly between 0 and 1"):
+        with pytest.raises(ConfigError, match=r"gamma=.* strictly between 0 and 1"):
             build(mini, gamma=gamma)
 
 
@@ -376,7 +385,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
 
 
 def test_hyperparameters_of_another_mechanism_are_refused():
-    with pytest.raises(TypeError, match="'gamma'.*softmax.*nothing of its own"):
+    with pytest.raises(TypeError, match=r"'gamma'.*softmax.*nothing of its own"):
         timm.create_model("vit_mini", gamma=0.5)
 
 

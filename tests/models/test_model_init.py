@@ -5,16 +5,17 @@ from collections.abc import Callable
 import pytest
 import timm
 import torch
+from timm.optim import create_optimizer_v2
 from torch import Tensor, nn
 
 from infvit.attention import AttentionLayer
 
-Build = Callable[..., nn.Module]
+Create = Callable[..., nn.Module]
 Images = Callable[..., Tensor]
 
 
-def test_pooled_layer_starts_like_the_other_linear_layers(mini: str, build: Build):
-    model = build(mini, embed_dim=240, depth=1)
+def test_pooled_layer_starts_like_the_other_linear_layers(mini: str, create: Create):
+    model = create(mini, embed_dim=240, depth=1, weight_init="")
     layer = model.blocks[0].attn.proj
     assert layer.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert model.pooler.weight.std().item() == pytest.approx(0.02, rel=0.02)
@@ -23,17 +24,25 @@ def test_pooled_layer_starts_like_the_other_linear_layers(mini: str, build: Buil
 
 
 @pytest.mark.parametrize("mode", ["jax", "jax_nlhb", "moco"])
-def test_pooled_layer_follows_the_mode_of_initialisation(mini: str, mode: str, build: Build):
+def test_pooled_layer_follows_the_mode_of_initialisation(mini: str, mode: str, create: Create):
     """Xavier's uniform distribution: bound sqrt(6 / (d + d))."""
-    model = build(mini, embed_dim=240, depth=1, weight_init=mode)
+    model = create(mini, embed_dim=240, depth=1, weight_init=mode)
     bound = (6 / 480) ** 0.5
     for weight in (model.pooler.weight, model.blocks[0].attn.proj.weight, model.blocks[0].attn.proj2.weight):
         assert 0.99 * bound < weight.abs().max() <= bound
     assert model.pooler.bias.abs().max() == 0
 
 
-def test_second_projection_starts_like_the_first(name: str, build: Build):
-    for layer in build(name).modules():
+def test_minis_start_with_xavier_and_a_silent_head(mini: str, create: Create):
+    """The mode "jax": normal with std 0.02 all but silences branches of width 96."""
+    model = create(mini)
+    bound = (6 / 192) ** 0.5
+    assert 0.99 * bound < model.pooler.weight.abs().max() <= bound
+    assert model.head.weight.abs().max() == 0
+
+
+def test_second_projection_starts_like_the_first(name: str, create: Create):
+    for layer in create(name, weight_init="").modules():
         if isinstance(layer, AttentionLayer):
             assert layer.proj2.weight.std().item() == pytest.approx(0.02, rel=0.05)
             assert layer.proj2.bias.abs().max() == 0
@@ -41,9 +50,9 @@ def test_second_projection_starts_like_the_first(name: str, build: Build):
 
 
 @pytest.mark.parametrize("per_head", [False, True])
-def test_meta_creation_gives_the_same_start(name: str, per_head: bool, build: Build):
+def test_meta_creation_gives_the_same_start(name: str, per_head: bool, create: Create):
     own = {"gamma": 0.3, "gamma_per_head": per_head} if "infvit" in name else {}
-    usual, meta = build(name, **own), build(name, device="meta", **own)
+    usual, meta = create(name, **own), create(name, device="meta", **own)
     assert {p.device.type for p in meta.parameters()} == {"meta"}
     meta.to_empty(device="cpu")
     with torch.no_grad():
@@ -54,6 +63,8 @@ def test_meta_creation_gives_the_same_start(name: str, per_head: bool, build: Bu
     for key, wanted in usual.named_parameters():
         got = ours[key].detach()
         assert got.isfinite().all(), key
+        if "logit" in key:
+            assert got.sigmoid().tolist() == pytest.approx([0.3] * got.numel()), key
         if "logit" in key or wanted.unique().numel() == 1:  # gamma, zero biases, unit norms
             assert torch.equal(got, wanted), key
             continue
@@ -63,14 +74,14 @@ def test_meta_creation_gives_the_same_start(name: str, per_head: bool, build: Bu
         assert got.mean().item() == pytest.approx(wanted.mean().item(), abs=slack * spread), key
 
 
-def test_factory_device_and_dtype(name: str, build: Build):
-    model = build(name, device="meta", dtype=torch.float64)
+def test_factory_device_and_dtype(name: str, create: Create):
+    model = create(name, device="meta", dtype=torch.float64)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     assert {(t.device.type, t.dtype) for t in tensors.values()} == {("meta", torch.float64)}
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3), (torch.float64, 1e-5)])
-def test_dtype_change_after_a_forward(name: str, dtype: torch.dtype, tolerance: float, build: Build, images: Images):
+def test_dtype_change_after_a_forward(name: str, dtype: torch.dtype, tolerance: float, build: Create, images: Images):
     model = build(name)
     x = images(model)
     with torch.no_grad():
@@ -84,9 +95,9 @@ def test_dtype_change_after_a_forward(name: str, dtype: torch.dtype, tolerance: 
 @pytest.mark.parametrize("learnable", [True, False])
 def test_the_optimiser_moves_gamma(learnable: bool, images: Images):
     for mini in ("infvit_pure_mini", "infvit_linear_mini"):
-        model = timm.create_model(mini, depth=2, gamma_trainable=learnable)
+        model = timm.create_model(mini, depth=2, gamma_trainable=learnable, weight_init="")
         decays = [layer.core.decay for layer in model.modules() if isinstance(layer, AttentionLayer)]
-        optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-2, weight_decay=0.05)
+        optimizer = create_optimizer_v2(model, "adamw", lr=1e-2, weight_decay=0.05)
         before = [decay().item() for decay in decays]
         model(images(model)).square().sum().backward()
         optimizer.step()
