@@ -145,13 +145,10 @@ class AttentionLayer(nn.Module):
         """Replaces the two output projections by their product: `W = W2 W1`, `b = W2 b1 + b2`. The same function."""
         if not isinstance(self.proj2, nn.Linear):
             return
-        first, second = self.proj, self.proj2
-        compute = torch.promote_types(first.weight.dtype, torch.float64)
-        weight = second.weight.to(compute) @ first.weight.to(compute)
+        first, outer = self.proj, self.proj2.weight.cpu().double()  # MPS has no float64
         if first.bias is not None:
-            bias = second.weight.to(compute) @ first.bias.to(compute) + second.bias.to(compute)
-            first.bias.copy_(bias)
-        first.weight.copy_(weight)
+            first.bias.copy_(outer @ first.bias.cpu().double() + self.proj2.bias.cpu().double())
+        first.weight.copy_(outer @ first.weight.cpu().double())
         self.proj2 = nn.Identity()
 
 

@@ -111,20 +111,18 @@ class LinearInfSA(InfSA):
         q = F.linear(x, weights.q, weights.q_bias)
         with full_precision(x) as compute:
             x = x.to(compute)
-            q = self._split(q.to(compute)) * self.scale  # (B, N, H, D)
+            q = self._split(q.to(compute))  # (B, N, H, D); the scale goes on the small tensors made from it
             if mask.keys is not None:
                 q = torch.where(mask.keys[..., None, None], q, q.new_zeros(()))  # the bias made them non-zero
-            norms = torch.linalg.vector_norm(q, dim=-1)  # (B, N, H)
-            pooled = torch.einsum("bnh,bnhd->bhd", normalised(norms, 1), q)
+            norms = torch.linalg.vector_norm(q, dim=-1) * self.scale  # (B, N, H)
+            pooled = torch.einsum("bnh,bnhd->bhd", normalised(norms, 1), q) * self.scale
             if weights.k is None:
                 scores = torch.einsum("bnhd,bhd->bnh", q, pooled)
             else:
-                key_maps = torch.einsum("chd,bhd->bch", self._split(weights.k.to(compute).T), pooled)
-                scores = x @ key_maps * self.scale
+                scores = x @ torch.einsum("chd,bhd->bch", self._split(weights.k.to(compute).T), pooled)
                 if weights.k_bias is not None:
-                    bias = (pooled * self._split(weights.k_bias.to(compute))).sum(-1)
-                    scores = scores + bias[:, None] * self.scale
-            scores = self.phi(scores)
+                    scores = scores + (pooled * self._split(weights.k_bias.to(compute))).sum(-1)[:, None]
+            scores = self.phi(scores * self.scale)
             if mask.keys is not None:
                 scores = torch.where(mask.keys[..., None], scores, scores.new_zeros(()))
             a = normalised(scores, 1)

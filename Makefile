@@ -1,0 +1,37 @@
+# make train: set up and train on embedded data.   make test: set up, lint, type-check, test.
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+ARGS   ?=
+
+.PHONY: train test lint mutants bench docs clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+train: $(READY) ## train infvit_linear_mini on scikit-learn's digits; ARGS="key=value ..." changes anything
+	$(RUN)/python train.py $(ARGS)
+
+test: $(READY) lint ## one thread per worker: two busy processes of two threads crawl
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --numprocesses 2 --dist loadgroup
+
+lint: $(READY)
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+mutants: $(READY) ## plant bugs one by one; each must fail a test
+	OMP_NUM_THREADS=1 $(RUN)/python tests/mutants/run.py --jobs 2 $(ARGS)
+
+bench: $(READY)
+	$(RUN)/python benchmarks/attention.py
+	$(RUN)/python benchmarks/loop_overhead.py
+
+docs: $(READY) ## the pages that are generated from code
+	$(RUN)/python -m infvit.reports.configuration > docs/configuration.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
