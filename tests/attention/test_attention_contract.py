@@ -13,6 +13,8 @@ from infvit.attention import (
     list_mechanisms,
     register_mechanism,
 )
+from infvit.testing import __main__ as command
+from infvit.testing.cases import build
 
 SLOW = {testing.check_compile}
 COSTLY = {*SLOW, testing.check_export, testing.check_half_precision}  # once per mechanism is enough
@@ -39,7 +41,7 @@ def test_contract_of_variants(name, args, check):
 @pytest.mark.parametrize("check", [c for c in testing.CHECKS if c not in COSTLY])
 def test_contract_of_unfused_softmax(check, monkeypatch):
     monkeypatch.setattr("infvit.attention.softmax.use_fused_attn", lambda: False)
-    assert not testing.build("softmax", {}).fused
+    assert not build("softmax", {}).fused
     check("softmax")
 
 
@@ -242,10 +244,10 @@ def test_contract_of_a_mechanism_for_one_number_of_tokens(check, registry):
 
 
 def test_command_line_reports_each_check(registry, monkeypatch, capsys):
-    monkeypatch.setattr(testing, "CHECKS", (testing.check_values, testing.check_nan))
-    assert testing.main(["infsa_pure"]) == 0
+    monkeypatch.setattr(command, "CHECKS", (testing.check_values, testing.check_nan))
+    assert command.main(["infsa_pure"]) == 0
     assert capsys.readouterr().out.splitlines() == ["infsa_pure check_values: ok", "infsa_pure check_nan: ok"]
     WrongValue.name = "wrong"
     register_mechanism(WrongValue)
-    assert testing.main(["wrong"]) == 1
+    assert command.main(["wrong"]) == 1
     assert "wrong check_values: FAILED" in capsys.readouterr().out

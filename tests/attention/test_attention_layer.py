@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infvit.attention import AttentionLayer, list_mechanisms
 from infvit.attention.layer import read_mask
-from infvit.testing import EXACT
+from infvit.testing.cases import EXACT
 
 DIM, HEADS, TOKENS = 12, 3, 7
 REAL = torch.tensor([[True, False, True, True, True, False, False], [True] * 7, [False] * 7])

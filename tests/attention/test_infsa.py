@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from infvit.attention import LinearInfSA, Mask, PureInfSA, get_mechanism
-from infvit.testing import EXACT, gradients, inputs
+from infvit.testing.cases import EXACT, gradients, inputs
 
 EPS = 1e-6
 BOTH = pytest.mark.parametrize("name", ["infsa_pure", "infsa_linear"])

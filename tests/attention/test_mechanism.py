@@ -13,7 +13,7 @@ from infvit.attention import (
     list_mechanisms,
     register_mechanism,
 )
-from infvit.testing import inputs
+from infvit.testing.cases import inputs
 
 
 def test_ours_are_registered():

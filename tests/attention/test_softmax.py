@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from infvit.attention import Mask, SoftmaxAttention
-from infvit.testing import EXACT, TOKENS, build, declared_masks, gradients, inputs
+from infvit.testing.cases import EXACT, TOKENS, build, declared_masks, gradients, inputs
 
 
 @pytest.fixture
