@@ -1,7 +1,7 @@
 """The border between Hydra and the program: composed trees become typed configurations, errors become one line.
 
 Hydra composes and sweeps, nothing else. A job never exits the process, since that would end a whole sweep: it leaves
-its exit code with `Jobs`, and `launch`, the top of the program, turns the codes into that of the process.
+its exit code here, and `launch`, the top of the program, turns the codes into that of the process.
 """
 
 import logging
@@ -9,20 +9,20 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import timm
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from infvit.config import EvalConfig, TrainConfig, leaf_keys
 from infvit.engine.signals import Interrupted
-from infvit.errors import ConfigError, UserError, did_you_mean
+from infvit.errors import ConfigError, MissingExtraError, UserError, did_you_mean
 
 GROUPS = ("model", "data", "recipe", "engine", "logger", "experiment")
 C = TypeVar("C", TrainConfig, EvalConfig)
@@ -30,13 +30,26 @@ log = logging.getLogger("infvit")
 _exit_codes: list[int] = []
 
 
-def register_configs() -> None:
-    """Makes the schemas, and every model of timm's registry as `model=timm/NAME`, known to Hydra."""
+def register_configs(arguments: Sequence[str] | None = None) -> None:
+    """Makes the schemas, and every model of timm's registry as `model=timm/NAME`, known to Hydra.
+
+    Args:
+        arguments: the command line, by default that of this process.
+    """
     store = ConfigStore.instance()
-    store.store(name="train_schema", node=TrainConfig)
-    store.store(name="eval_schema", node=EvalConfig)
+    store.store(name="train_schema", node=_schema(TrainConfig, "model.args"))
+    store.store(name="eval_schema", node=_schema(EvalConfig, "data"))
+    if not any("timm/" in argument or "experiment" in argument for argument in arguments or sys.argv):
+        return  # Hydra copies its store several times: these 1,400 entries would cost every start a second
     for name in timm.list_models():
         store.store(group="model/timm", name=name, node={"name": name}, package="model")
+
+
+def _schema(schema: type, free: str) -> DictConfig:
+    """Returns the typed tree, in which keys below `free` can be set without a `+`: they have no defaults."""
+    node = OmegaConf.structured(schema)
+    OmegaConf.set_struct(OmegaConf.select(node, free), False)
+    return node
 
 
 def launch(main: Callable[[], Any]) -> None:
@@ -47,6 +60,7 @@ def launch(main: Callable[[], Any]) -> None:
     _exit_codes.clear()
     debug = any(re.fullmatch(r"\+*debug=(true|1|yes|on)", argument, re.IGNORECASE) for argument in sys.argv[1:])
     try:
+        _refuse_dashes(sys.argv[1:])
         main()
     except (UserError, HydraException, OmegaConfBaseException) as error:
         if debug:
@@ -67,6 +81,8 @@ def run_job(cfg: DictConfig, schema: type[C], job: Callable[[C], Any]) -> int:
     Returns:
         0, 1 after an error (shown as one line; with `debug=true` its traceback), 128 + signal after an interruption.
     """
+    if any(code >= 128 for code in _exit_codes):
+        return _exit_codes[-1]  # the user asked the whole sweep to stop
     debug = bool(cfg.get("debug"))
     code = 0
     try:
@@ -116,19 +132,34 @@ def _unknown_keys(tree: Any, schema: type, prefix: str = "") -> list[str]:
     return unknown
 
 
+def _refuse_dashes(arguments: Sequence[str]) -> None:
+    """Refuses `--epochs=3`, to which Hydra would answer with its usage."""
+    for argument in arguments:
+        if (found := re.match(r"--?([a-z_.]+)(?:=|$)", argument)) and found[1] in _known_keys():
+            raise ConfigError(f"{argument}: keys are written without dashes, e.g. {found[1]}=VALUE.")
+
+
 def explain(error: Exception) -> str:
     """Puts an error of Hydra or OmegaConf into one sentence, with the closest known names where a name is wrong."""
     if isinstance(error, UserError):
         return str(error)
     text = " ".join(str(error).split())
+    if isinstance(error, OverrideParseException):
+        reason = " ".join(str(error).split("See http")[0].split())
+        return (
+            f"cannot read {error.override!r} ({reason}). A value with =, a space, a comma or a bracket needs quotes "
+            "inside quotes: 'key=\"value\"'."
+        )
     if found := re.search(r"Could not find '([\w-]+)/([\w./-]+)'", text):
         group, name = found[1], found[2]
+        if name.startswith("launcher/submitit"):
+            return str(MissingExtraError(f"hydra/{name}", "slurm"))
         return f"unknown {group}={name}. {did_you_mean(name, _options(group))}"
     if found := re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text):
         key = found[1] or getattr(error, "full_key", None) or found[2]
         return f"unknown key {key!r}. {did_you_mean(key, _known_keys())}"
     if text.startswith("Error merging override") and error.__cause__ is not None:
-        cause = " ".join(str(error.__cause__).split()).split(" full_key:")[0]
+        cause = " ".join(str(error.__cause__).split()).split(" full_key:")[0].rstrip(".")
         return f"{text.removeprefix('Error merging override ')}: {cause}."
     key = getattr(error, "full_key", None)
     message = text.split(" full_key:")[0]
@@ -143,7 +174,5 @@ def _known_keys() -> list[str]:
 
 def _options(group: str) -> list[str]:
     """Returns the names that a configuration group offers."""
-    if group == "model/timm":
-        return timm.list_models()
     files = (Path(sys.argv[0]).parent / "configs" / group).glob("*.yaml")
     return [file.stem for file in files] + ([f"timm/{name}" for name in timm.list_models()] if group == "model" else [])

@@ -12,6 +12,16 @@ from infvit.errors import ConfigError
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 WEIGHTS = ("raw", "ema")
+ELSEWHERE = {
+    "img_size": "data.img_size",
+    "in_chans": "data.in_chans",
+    "num_classes": "data.num_classes",
+    "drop_path_rate": "recipe.drop_path",
+    "drop_rate": "recipe.drop",
+    "pretrained": "init_from=timm/NAME",
+    "checkpoint_path": "init_from",
+}
+"""Arguments of a model's constructor that have a key of their own, and so have no place in `model.args`."""
 
 
 def key(default: Any, help: str) -> Any:
@@ -44,11 +54,13 @@ class ModelConfig:
     gamma_trainable: bool | None = key(None, "learn gamma through a sigmoid (model: true)")
     gamma_per_head: bool | None = key(None, "one gamma per head instead of one per layer (model: false)")
     activation: str | None = key(None, "phi of InfSA: relu, gelu or abs (model: relu)")
-    args: dict[str, Any] = key({}, "any further argument of the model's constructor, e.g. `+model.args.depth=2`")
+    args: dict[str, Any] = key({}, "any further argument of the model's constructor, e.g. `model.args.depth=2`")
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
             _require(0 < self.gamma < 1, f"model.gamma={self.gamma} must lie strictly between 0 and 1.")
+        for name in self.args:
+            _require(name not in ELSEWHERE, f"model.args.{name} is set by {ELSEWHERE.get(name)}; use that key.")
 
 
 @dataclass
@@ -70,7 +82,7 @@ class DataConfig:
     download: bool = key(False, "let timm's reader download the data set")
     max_damaged: int = key(100, "training stops when more images than this cannot be decoded")
     num_workers: int = key(2, "loader processes per training process; has no influence on results")
-    micro_batch_size: int | None = key(None, "images per forward pass and process; gradients accumulate to batch_size")
+    micro_batch_size: int | None = key(None, "most images per forward pass; gradients accumulate to batch_size")
 
     def __post_init__(self) -> None:
         _require(self.in_chans in (1, 3), f"data.in_chans={self.in_chans} must be 1 or 3.")
@@ -129,7 +141,10 @@ class RecipeConfig:
         _require_range(self, "recipe.", probabilities, 0, 1)
         _require_range(self, "recipe.", "weight_decay opt_eps mixup cutmix min_lr warmup_epochs warmup_lr", 0)
         _require_range(self, "recipe.", "repeated_aug recount lr_base_batch", 1)
-        _require(self.lr > 0, f"recipe.lr={self.lr} must be positive.")
+        _require(0 < self.lr < float("inf"), f"recipe.lr={self.lr} must be positive.")
+        _require(
+            all(0 <= beta < 1 for beta in self.opt_betas), f"recipe.opt_betas={self.opt_betas} must each lie in [0, 1)."
+        )
         _require(0 < self.crop_pct <= 1, f"recipe.crop_pct={self.crop_pct} must lie in (0, 1].")
         _require(self.clip_grad is None or self.clip_grad > 0, f"recipe.clip_grad={self.clip_grad} must be positive.")
         _require(
@@ -139,7 +154,7 @@ class RecipeConfig:
         modes = ("const", "rand", "pixel")
         _require(self.remode in modes, f"recipe.remode={self.remode!r} must be one of {', '.join(modes)}.")
         _require(
-            self.sched_on_updates or self.warmup_epochs == int(self.warmup_epochs),
+            self.sched_on_updates or float(self.warmup_epochs).is_integer(),
             f"recipe.warmup_epochs={self.warmup_epochs} is a fraction, which needs recipe.sched_on_updates=true.",
         )
         for name in ("scale", "ratio"):
@@ -154,7 +169,7 @@ class RecipeConfig:
     def inactive(self) -> dict[str, str]:
         """Keys that have no effect beside the others, each with the reason. Shown at start and stored with the run."""
         reasons: dict[str, str] = {}
-        if self.auto_augment and self.color_jitter:
+        if self.auto_augment and self.color_jitter and "3a" not in self.auto_augment:  # 3a: ThreeAugment
             reasons["color_jitter"] = "timm skips colour jitter when auto_augment is set"
         if self.reprob == 0:
             reasons.update(dict.fromkeys(("remode", "recount"), "reprob is 0"))
@@ -168,6 +183,10 @@ class RecipeConfig:
             reasons["mixup_switch_prob"] = "only one of mixup and cutmix is on"
         if self.warmup_epochs == 0:
             reasons["warmup_lr"] = "warmup_epochs is 0"
+        if self.sched == "constant":
+            reasons["min_lr"] = "a constant schedule does not fall"
+            if self.warmup_epochs == 0:
+                reasons["sched_on_updates"] = "a constant schedule without warm-up never changes"
         return reasons
 
 
@@ -249,12 +268,7 @@ class TrainConfig:
             warmup < epochs,
             f"recipe.warmup_epochs={warmup} leaves nothing of epochs={epochs}; lower it or train for longer.",
         )
-        micro = self.data.micro_batch_size
-        _require(
-            micro is None or micro <= self.batch_size,
-            f"data.micro_batch_size={micro} is larger than batch_size={self.batch_size}.",
-        )
-        for name, size in (("batch_size", self.batch_size), ("data.micro_batch_size", micro)):
+        for name, size in (("batch_size", self.batch_size), ("data.micro_batch_size", self.data.micro_batch_size)):
             _require(
                 not (self.recipe.mixes and size is not None and size % 2),
                 f"{name}={size} is odd, but mixup and cutmix mix images in pairs: make it even, "
@@ -274,7 +288,7 @@ class EvalConfig:
     """Everything `eval.py` knows. Keys left at null are taken from the checkpoint."""
 
     checkpoint: str | None = key(None, "run folder, or checkpoint file of a run")
-    eval: list[str] = key(["accuracy"], "what to evaluate")
+    eval: Any = key("accuracy", "what to evaluate: a name, or a list of names")
     weights: str = key("raw", "raw or ema")
     data: dict[str, Any] = key({}, "data keys that replace those of the checkpoint")
     device: str = key("auto", "auto, cpu, cuda or mps")
@@ -287,6 +301,7 @@ class EvalConfig:
     imports: list[str] = key([], "modules to import first")
 
     def __post_init__(self) -> None:
+        self.eval = [self.eval] if isinstance(self.eval, str) else self.eval
         _require(
             self.checkpoint is not None, "checkpoint=... is missing: name a run folder, e.g. checkpoint=runs/my_run."
         )

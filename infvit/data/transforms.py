@@ -55,7 +55,7 @@ def train_transform(recipe: RecipeConfig, data: DataConfig, img_size: int) -> Tr
     Raises:
         ConfigError: timm does not understand `recipe.auto_augment` or `recipe.interpolation`.
     """
-    _check_interpolation("recipe.interpolation", recipe.interpolation, (*INTERPOLATIONS, "random"))
+    _check_interpolation("recipe.interpolation", recipe.interpolation)
     try:
         transform = create_transform(
             img_size,
@@ -98,7 +98,7 @@ def eval_transform(crop_pct: float, interpolation: str, data: DataConfig, img_si
     Raises:
         ConfigError: Unknown interpolation.
     """
-    _check_interpolation("interpolation", interpolation, INTERPOLATIONS)
+    _check_interpolation("interpolation", interpolation)
     transform = create_transform(
         img_size,
         is_training=False,
@@ -110,9 +110,9 @@ def eval_transform(crop_pct: float, interpolation: str, data: DataConfig, img_si
     return cast(Transform, transform)
 
 
-def _check_interpolation(key: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        raise ConfigError(f"{key}={name!r} is unknown. {did_you_mean(name, known)}")
+def _check_interpolation(key: str, name: str) -> None:
+    if name not in INTERPOLATIONS:
+        raise ConfigError(f"{key}={name!r} is unknown. {did_you_mean(name, INTERPOLATIONS)}")
 
 
 def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:

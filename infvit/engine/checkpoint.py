@@ -1,8 +1,8 @@
 """Checkpoint files: plain types only, written beside and renamed, the one before kept."""
 
+import logging
 import os
 import pickle
-import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,16 @@ LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
 FORMAT = 1
 _WRAPPERS = ("module.", "_orig_mod.")
 
+log = logging.getLogger(__name__)
 
-def save(content: dict[str, Any], path: Path) -> None:
+
+def save(content: dict[str, Any], path: Path, previous: Path | None = None) -> None:
     """Writes a checkpoint so that a reader finds the old file or the new one, never a part.
+
+    Args:
+        content: tensors and plain types.
+        path: where to.
+        previous: what the file that is there becomes; only once the new one is safely written.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -29,16 +36,11 @@ def save(content: dict[str, Any], path: Path) -> None:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
+        if previous is not None and path.exists():
+            os.replace(path, previous)
         os.replace(temporary, path)
     except OSError as error:
         raise CheckpointError(f"cannot write {path}: {error.strerror}. Free space or change run_dir=...") from error
-
-
-def save_last(content: dict[str, Any], folder: Path) -> None:
-    """Writes `last.pt`; the one before becomes `previous.pt`."""
-    if (folder / LAST).exists():
-        os.replace(folder / LAST, folder / PREVIOUS)
-    save(content, folder / LAST)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -65,15 +67,21 @@ def read_last(folder: Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: there are checkpoints, but none is usable.
     """
-    present = [folder / name for name in (LAST, PREVIOUS) if (folder / name).exists()]
-    for path in present:
+    damaged: CheckpointError | None = None
+    for path in (folder / LAST, folder / PREVIOUS):
+        if not path.exists():
+            continue
         try:
-            return read(path)
+            content = read(path)
         except CheckpointError as error:
-            warnings.warn(f"{error} Trying the one before.", stacklevel=2)
-    if present:
-        names = ", ".join(str(path) for path in present)
-        raise CheckpointError(f"no usable checkpoint among {names}. fresh=true moves the folder aside and starts over.")
+            log.warning("%s", error)
+            damaged = error
+        else:
+            if damaged:
+                log.warning("Going on from the older %s.", path)
+            return content
+    if damaged:
+        raise CheckpointError(f"{damaged} No older one is usable; fresh=true moves the folder aside and starts over.")
     return None
 
 

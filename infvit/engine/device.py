@@ -1,6 +1,7 @@
 """Where and in which precision a run computes, and how its random numbers are seeded."""
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 
@@ -39,9 +40,17 @@ def autocast(device: torch.device, precision: torch.dtype) -> contextlib.Abstrac
     return torch.autocast(device.type, dtype=precision)
 
 
-def seed_update(seed: int, update: int) -> None:
-    """Seeds dropout and stochastic depth from (seed, update), so that there is no random state to save."""
-    torch.manual_seed(int(np.random.SeedSequence((seed, update, 2)).generate_state(1, np.uint64)[0] >> 1))
+def seed_update(seed: int, update: int, device: torch.device) -> None:
+    """Seeds dropout and stochastic depth from (seed, update), so that there is no random state to save.
+
+    Not by `torch.manual_seed`: for every kind of device that is not in use it queues the call, with its traceback.
+    """
+    number = int(np.random.SeedSequence((seed, update, 2)).generate_state(1, np.uint64)[0] >> 1)
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
+    elif device.type == "mps":
+        torch.mps.manual_seed(number)
 
 
 def seed_all(seed: int) -> None:
@@ -57,6 +66,8 @@ def backend_settings(deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> 
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     saved = (torch.are_deterministic_algorithms_enabled(), matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
     torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses cuBLAS without it
     matmul.allow_tf32 = cudnn.allow_tf32 = tf32
     cudnn.benchmark = cudnn_benchmark and not deterministic
     try:

@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -20,6 +21,7 @@ import torch
 import yaml
 
 from infvit.config import TrainConfig
+from infvit.engine.record import replace_text
 from infvit.errors import ConfigError
 
 # Keys that say where and how to run, not what to compute.
@@ -43,6 +45,8 @@ def default_folder(config: TrainConfig) -> Path:
 def own_folder(path: Path, fresh: bool) -> Iterator[Path]:
     """Creates the folder and holds its lock, which the system releases when the process ends, however it ends.
 
+    A POSIX lock (`lockf`): unlike that of `flock`, loader workers that outlive a killed process do not inherit it.
+
     Args:
         path: the run folder.
         fresh: move an existing folder aside first.
@@ -57,8 +61,8 @@ def own_folder(path: Path, fresh: bool) -> Iterator[Path]:
         raise ConfigError(f"run_dir={path} cannot be written: {error.strerror}. Choose another run_dir=...") from error
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:
             lock.seek(0)
             owner = lock.read().strip() or "another process"
             raise ConfigError(
@@ -78,7 +82,9 @@ def _move_aside(path: Path) -> None:
     content = [entry for entry in path.iterdir() if entry.name != ".lock"]
     if not content:
         return
-    aside = path.with_name(f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    stem = f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem if count == 0 else f"{stem}-{count}" for count in itertools.count())
+    aside = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     aside.mkdir()
     for entry in content:
         entry.rename(aside / entry.name)
@@ -119,7 +125,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def write_record(config: TrainConfig, path: Path, device: torch.device) -> None:
     """Writes the resolved configuration, and versions, command, machine and git state."""
-    (path / "config.yaml").write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    replace_text(path / "config.yaml", yaml.safe_dump(asdict(config), sort_keys=False))
     packages = ("infvit", "torch", "torchvision", "timm", "hydra-core", "numpy", "pillow")
     record = {
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
@@ -130,7 +136,7 @@ def write_record(config: TrainConfig, path: Path, device: torch.device) -> None:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "git": git_state(Path(__file__).parent),
     }
-    (path / "environment.json").write_text(json.dumps(record, indent=2) + "\n")
+    replace_text(path / "environment.json", json.dumps(record, indent=2) + "\n")
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from infvit.config import TrainConfig
 from infvit.data import Batch, DamageLog, TrainSampler
 from infvit.engine import checkpoint
 from infvit.engine.device import autocast, seed_update
-from infvit.engine.profiling import start_profiler
+from infvit.engine.profiling import TRACE, profiling
 from infvit.engine.progress import Progress
 from infvit.engine.record import WandbLogger, write_history
 from infvit.engine.signals import Interrupted, StopRequest
@@ -46,9 +46,9 @@ class Run:
     mixup: BatchMixup | None
     header: dict[str, Any]  # what a checkpoint says of the run besides its state
     damage: DamageLog
-    logger: WandbLogger | None
     stop: StopRequest
     after_epoch: Sequence[Callable[[Path], None]] = ()
+    logger: WandbLogger | None = None
 
     @property
     def last_update(self) -> int:
@@ -75,7 +75,7 @@ def fit(run: Run) -> None:
         Interrupted: asked to stop; the state is saved and the same command goes on from there.
         TrainingError: the loss is not finite again and again; the last checkpoint stays as it is.
     """
-    state = run.state
+    state, metric = run.state, run.config.engine.best_metric
     while not run.finished:
         epoch = len(state.history)
         row: dict[str, Any] = {"epoch": epoch + 1, **train_epoch(run, epoch)}
@@ -83,9 +83,10 @@ def fit(run: Run) -> None:
             row |= evaluate(run)
         state.history.append(row)
         state.epoch_loss, state.epoch_images = 0.0, 0
-        score = row.get(run.config.engine.best_metric)
-        if score is not None and math.isfinite(row["loss"]) and (state.best is None or score > state.best):
-            state.best = score
+        # Scores with a loss that is not finite are those of broken weights.
+        scored = math.isfinite(row.get(metric.replace("top1", "loss"), math.nan))
+        if scored and (state.best is None or row[metric] > state.best):
+            state.best = row[metric]
             save(run, best=True)
         save(run)
         report(run, row)
@@ -97,35 +98,31 @@ def train_epoch(run: Run, epoch: int) -> dict[str, Any]:
     first = epoch * run.sampler.updates_per_epoch
     end = min(first + run.sampler.updates_per_epoch, run.last_update)
     progress = Progress(epoch, run.config.epochs, end - first, state.update - first, engine.log_seconds)
-    profiler = start_profiler(run.folder, run.device) if run.config.profile and epoch == 0 else None
     run.sampler.start(epoch, state.update - first)
-    batches = iter(run.train_loader)
+    batches = iter(run.train_loader) if state.update < end else iter(())
     run.forward.train()
-    failures, saved = 0, time.monotonic()
-    while state.update < end:
-        lr = run.schedule.set(state.update)
-        seed_update(run.config.seed, state.update)
-        micro_batches = progress.timed(batches, run.sampler.micro_batches)
-        loss, state.grad_norm, images, done = train_update(run, micro_batches)
-        if done:
-            failures = 0
-            state.epoch_loss += loss * images
-            state.epoch_images += images
-        else:
-            failures += 1
-            note_nonfinite(run, loss, lr, failures)
-        state.update += 1
-        progress.step(loss, lr, images)
-        if profiler is not None:
-            profiler.step()
-        if run.stop:
-            stop_here(run)
-        if time.monotonic() - saved > 60 * engine.checkpoint_minutes:
-            save(run)
-            saved = time.monotonic()
-    progress.close()
-    if profiler is not None:
-        profiler.stop()
+    saved = time.monotonic()
+    profile = run.config.profile and not (run.folder / TRACE).exists()
+    with progress, profiling(profile, run.folder, run.device) as profile_step:
+        while state.update < end:
+            lr = run.schedule.set(state.update)
+            seed_update(run.config.seed, state.update, run.device)
+            micro_batches = progress.timed(batches, run.sampler.micro_batches)
+            loss, state.grad_norm, images, done = train_update(run, micro_batches)
+            if done:
+                state.failures = 0
+                state.epoch_loss += loss * images
+                state.epoch_images += images
+            else:
+                note_nonfinite(run, loss, lr)
+            state.update += 1
+            progress.step(loss, lr, images)
+            profile_step()
+            if run.stop:
+                stop_here(run)
+            if time.monotonic() - saved > 60 * engine.checkpoint_minutes:
+                save(run)
+                saved = time.monotonic()
     return {
         "update": state.update,
         "lr": run.schedule.set(state.update - 1),
@@ -142,8 +139,8 @@ def train_update(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, float
     """Does one update: the gradient of the global batch, summed over its micro-batches, then one optimiser step.
 
     Returns:
-        Mean loss, norm of the gradient before clipping, number of images, and whether the step was taken: not when
-        loss or gradient is not finite, the weights are then as they were.
+        Mean loss, norm of the gradient before clipping, number of images, and whether both were finite; if not, no step
+        was taken and the weights are as they were.
     """
     state, recipe, device = run.state, run.config.recipe, run.device
     total, count = torch.zeros((), device=device), 0
@@ -178,7 +175,7 @@ def train_update(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, float
     return loss_mean, norm, count, done
 
 
-def note_nonfinite(run: Run, loss: float, lr: float, failures: int) -> None:
+def note_nonfinite(run: Run, loss: float, lr: float) -> None:
     """Counts an update that was left out, and ends the run when there are too many in a row.
 
     Raises:
@@ -186,18 +183,22 @@ def note_nonfinite(run: Run, loss: float, lr: float, failures: int) -> None:
     """
     state, most = run.state, run.config.engine.max_nonfinite
     state.skipped += 1
+    state.failures += 1
     bad = next(
         (name for name, p in state.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()),
         "none",
     )
     found = (
-        f"update {state.update}: loss {loss}, gradient norm {state.grad_norm}, lr {lr:.2e}, first bad gradient: {bad}"
+        f"update {state.update}: loss {loss}, gradient norm {state.grad_norm}, lr {lr:.2e}, "
+        f"loss scale {state.scaler.get_scale():g}, first bad gradient: {bad}"
     )
-    log.warning("Not finite, update left out (%d of %d in a row): %s", failures, most, found)
-    if failures >= most:
+    log.warning("Not finite, update left out (%d of %d in a row): %s", state.failures, most, found)
+    if state.failures >= most:
+        there = (run.folder / checkpoint.LAST).exists()
+        kept = f"The last finite checkpoint is kept in {run.folder}" if there else "There is no checkpoint yet"
         raise TrainingError(
-            f"{failures} updates in a row were not finite ({found}). The last finite checkpoint is kept in "
-            f"{run.folder}. Lower recipe.lr, set recipe.clip_grad=1, or use engine.precision=fp32."
+            f"{state.failures} updates in a row were not finite ({found}). {kept}. "
+            "Lower recipe.lr, set recipe.clip_grad=1, or use engine.precision=fp32."
         )
 
 
@@ -229,7 +230,7 @@ def save(run: Run, best: bool = False) -> None:
         kept = {name: value for name, value in content.items() if name not in ("optimizer", "scaler")}
         checkpoint.save(kept, run.folder / checkpoint.BEST)
     else:
-        checkpoint.save_last(content, run.folder)
+        checkpoint.save(content, run.folder / checkpoint.LAST, previous=run.folder / checkpoint.PREVIOUS)
 
 
 def stop_here(run: Run) -> None:
@@ -247,13 +248,18 @@ def stop_here(run: Run) -> None:
     )
 
 
-def report(run: Run, row: dict[str, Any]) -> None:
-    """Writes and shows the metrics of an epoch."""
+def write_files(run: Run) -> None:
+    """Writes the metrics so far, and what else follows from them."""
     write_history(run.state.history, run.folder)
-    if run.logger is not None:
-        run.logger.row(row)
     for callback in run.after_epoch:
         callback(run.folder)
+
+
+def report(run: Run, row: dict[str, Any]) -> None:
+    """Writes and shows the metrics of an epoch."""
+    write_files(run)
+    if run.logger is not None:
+        run.logger.row(row)
     text = f"epoch {row['epoch']}/{run.config.epochs}  train loss {row['train_loss']:.4f}"
     if "top1" in row:
         text += f"  held-out loss {row['loss']:.4f}  top-1 {row['top1']:.2f} %  top-5 {row['top5']:.2f} %"

@@ -4,7 +4,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from tqdm import tqdm
 
@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 class Progress:
     """Shows loss, learning rate, images/s, the share of time spent waiting for data, and the time left.
+
+    A context manager: the bar goes away at its end.
 
     Args:
         epoch: index of the epoch, from 0.
@@ -70,7 +72,9 @@ class Progress:
         """Share of the time that was spent waiting for the loader."""
         return self.waited / self.elapsed
 
-    def close(self) -> None:
-        """Removes the bar."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         if self.bar is not None:
             self.bar.close()

@@ -1,6 +1,7 @@
 """The metrics of a run as files, which are the record of truth, and Weights & Biases beside them."""
 
 import csv
+import io
 import json
 import logging
 import math
@@ -21,17 +22,17 @@ def write_history(history: list[dict[str, Any]], folder: Path) -> None:
     Numbers that are not finite become null: bare NaN is not JSON.
     """
     rows = [{name: _plain(value) for name, value in row.items()} for row in history]
-    _replace(folder / "metrics.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    replace_text(folder / "metrics.jsonl", "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    temporary = folder / "summary.csv.tmp"
-    with open(temporary, "w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
-    os.replace(temporary, folder / "summary.csv")
+    table = io.StringIO()
+    writer = csv.DictWriter(table, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    replace_text(folder / "summary.csv", table.getvalue())
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Writes a small file so that a reader finds the old content or the new one, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
@@ -45,7 +46,9 @@ def _plain(value: Any) -> Any:
 
 def _cell(value: Any) -> Any:
     """Lists (one value per layer) become one cell; None becomes an empty one."""
-    return " ".join(f"{v:.6g}" for v in value) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return " ".join("nan" if v is None else f"{v:.6g}" for v in value)
 
 
 class WandbLogger:
@@ -63,12 +66,11 @@ class WandbLogger:
         self._wandb = wandb
         self._run: Any = None
         self.id = run_id or secrets.token_hex(4)
-        mode: Any = config.wandb_mode
-        if mode == "online" and not wandb.api.api_key:
-            log.warning("W&B: no API key; logging offline to %s. Upload later with: wandb sync", folder / "wandb")
-            mode = "offline"
-        for attempt in dict.fromkeys((mode, "offline")):
+        modes: Any = (config.wandb_mode, "offline")
+        for attempt in dict.fromkeys(modes):
             try:
+                if attempt == "online" and not wandb.login(prompt=False, verify=False):
+                    raise RuntimeError("no API key")
                 self._run = wandb.init(
                     project=config.project,
                     entity=config.entity,
@@ -85,7 +87,9 @@ class WandbLogger:
                 self._run.define_metric("*", step_metric="epoch")
                 return
             except Exception as error:  # W&B must never stop a run, and raises errors of many kinds
-                log.warning("W&B: %s mode failed (%s).", attempt, " ".join(str(error).split())[:200])
+                offline = f"logging offline, upload later with: wandb sync {folder / 'wandb'}/offline-run-*"
+                then = "training goes on without it" if attempt == "offline" else offline
+                log.warning("W&B: %s mode failed (%s); %s.", attempt, " ".join(str(error).split())[:200], then)
 
     def row(self, row: dict[str, Any]) -> None:
         """Logs the metrics of one epoch."""

@@ -27,6 +27,7 @@ class RunState:
         epoch_images: number of those images.
         grad_norm: norm of the last gradient.
         skipped: updates left out since their loss or gradient was not finite.
+        failures: how many of them came last, in a row.
         logger_id: identity of the run at an external logger.
     """
 
@@ -41,9 +42,20 @@ class RunState:
     epoch_images: int = 0
     grad_norm: float = 0.0
     skipped: int = 0
+    failures: int = 0
     logger_id: str | None = None
 
-    _PLAIN = ("update", "history", "best", "epoch_loss", "epoch_images", "grad_norm", "skipped", "logger_id")
+    _PLAIN = (
+        "update",
+        "history",
+        "best",
+        "epoch_loss",
+        "epoch_images",
+        "grad_norm",
+        "skipped",
+        "failures",
+        "logger_id",
+    )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state in tensors and plain types. Plain timm reads the raw weights from `state_dict`."""
@@ -64,12 +76,18 @@ class RunState:
         """
         if content.get("format") != FORMAT:
             raise CheckpointError(f"checkpoint format {content.get('format')}, this version reads {FORMAT}.")
-        if (content["ema_state_dict"] is None) != (self.ema is None):
-            raise CheckpointError("recipe.ema_decay was switched on or off since the checkpoint was written.")
-        self.model.load_state_dict(content["state_dict"])
-        if self.ema is not None:
-            self.ema.module.load_state_dict(content["ema_state_dict"])
-        self.optimizer.load_state_dict(content["optimizer"])
-        self.scaler.load_state_dict(content["scaler"])
-        for name in self._PLAIN:
-            setattr(self, name, content[name])
+        try:
+            self.model.load_state_dict(content["state_dict"])
+            if self.ema is not None:
+                self.ema.module.load_state_dict(content["ema_state_dict"])
+            self.optimizer.load_state_dict(content["optimizer"])
+            if content["scaler"]:  # empty when it was written in another precision than fp16
+                self.scaler.load_state_dict(content["scaler"])
+            for name in self._PLAIN:
+                setattr(self, name, content[name])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(
+                f"the checkpoint in the run folder is not of this run ({type(error).__name__}: {reason}). "
+                "Choose another run_dir=..., or fresh=true to move it aside."
+            ) from error

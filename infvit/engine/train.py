@@ -3,16 +3,17 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from infvit.config import TrainConfig
 from infvit.engine.device import backend_settings
 from infvit.engine.folder import check_same_run, own_folder, write_record
-from infvit.engine.loop import fit
-from infvit.engine.record import write_history
-from infvit.engine.setup import build_run, dry_run_lines, import_modules, make_plan
+from infvit.engine.loop import Run, fit, write_files
+from infvit.engine.plan import Plan, dry_run_lines, import_modules, make_plan
+from infvit.engine.record import build_logger
+from infvit.engine.setup import build_run
 from infvit.engine.signals import Interrupted, stop_request
 from infvit.errors import UserError
 
@@ -40,37 +41,53 @@ def train(config: TrainConfig, after_epoch: Sequence[Callable[[Path], None]] = (
     """
     import_modules(config.imports)
     plan = make_plan(config)
-    for line in plan.headline():
-        log.info(line)
     if config.dry_run:
+        _announce(plan)
         print("\n".join(dry_run_lines(plan)))
         return Result()
     engine = config.engine
     with own_folder(plan.folder, config.fresh) as folder, _log_file(folder / "train.log"):
+        _announce(plan)
         check_same_run(config, folder)
         with stop_request() as stop, backend_settings(config.deterministic, engine.tf32, engine.cudnn_benchmark):
-            write_record(config, folder, plan.device)
             run = build_run(plan, stop, after_epoch)
-            exit_code = 1
-            try:
-                if run.finished:
-                    log.info("This run is finished; fresh=true starts it over.")
-                    write_history(run.state.history, folder)
-                else:
+            write_record(config, folder, plan.device)  # now nothing can keep the run from starting
+            if run.finished:
+                log.info("This run is finished; fresh=true starts it over.")
+                write_files(run)
+            else:
+                with _logger(run):
                     fit(run)
-                exit_code = 0
-            except Interrupted as interrupted:
-                exit_code = interrupted.exit_code
-                raise
-            finally:
-                if run.logger is not None:
-                    run.logger.finish(exit_code)
         metrics = run.state.history[-1]
         best = "" if run.state.best is None else f" (best {run.state.best:.2f} %)"
         ema = f", EMA {metrics['ema_top1']:.2f} %" if "ema_top1" in metrics else ""
         log.info("Held-out top-1 %.2f %%%s%s on %d images. All of it in %s", metrics["top1"], best, ema,
                  metrics["images"], folder)  # fmt: skip
         return Result(folder, metrics)
+
+
+def _announce(plan: Plan) -> None:
+    for line in plan.headline():
+        log.info(line)
+
+
+@contextmanager
+def _logger(run: Run) -> Iterator[None]:
+    """Opens the external logger of a run, and closes it with the exit code of the run."""
+    run.logger = build_logger(run.config.logger, run.folder, asdict(run.config), run.state.logger_id)
+    if run.logger is None:
+        yield
+        return
+    run.state.logger_id = run.logger.id
+    exit_code = 1
+    try:
+        yield
+        exit_code = 0
+    except Interrupted as interrupted:
+        exit_code = interrupted.exit_code
+        raise
+    finally:
+        run.logger.finish(exit_code)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from infvit.config import EvalConfig
 from infvit.data import build_eval_loader, build_source, eval_transform
 from infvit.engine.device import select_device, select_precision
 from infvit.engine.validate import validate
+from infvit.errors import DataError
 from infvit.evaluation.rebuild import Rebuilt
 
 
@@ -25,13 +26,15 @@ def accuracy(config: EvalConfig, rebuilt: Rebuilt) -> dict[str, Any]:
     crop_pct = config.crop_pct or rebuilt.recipe.crop_pct
     interpolation = config.interpolation or rebuilt.recipe.interpolation
     source = build_source(rebuilt.data, "val", rebuilt.classes)
+    if not len(source):
+        raise DataError(f"the {rebuilt.data.val_split} split of {rebuilt.data.name} has no images.")
     transform = eval_transform(crop_pct, interpolation, rebuilt.data, rebuilt.img_size)
     workers, pin = rebuilt.data.num_workers, device.type == "cuda"
     loader = build_eval_loader(source, transform, config.batch_size, workers, pin)
     scores = validate(rebuilt.model.to(device), loader, device, precision)
     return {
-        "top1": round(scores["top1"], 4),
-        "top5": round(scores["top5"], 4),
+        "top1": scores["top1"],
+        "top5": scores["top5"],
         "loss": scores["loss"] if math.isfinite(scores["loss"]) else None,
         "images": scores["images"],
         "data": f"{rebuilt.data.name} ({rebuilt.data.val_split})",

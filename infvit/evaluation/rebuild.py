@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from infvit.config import DataConfig, ModelConfig, RecipeConfig
@@ -46,20 +48,22 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
 
     Raises:
         CheckpointError: not a checkpoint of a run, or it holds no such weights.
-        ConfigError: unknown data key.
+        ConfigError: an unknown data key, or a value that does not fit the model.
     """
     path = checkpoint.find(source)
     content = checkpoint.read(path)
-    missing = [name for name in ("arch", "classes", "config", "state_dict") if name not in content]
+    needed = ("config", "num_classes", "classes", "in_chans", "img_size", "state_dict")
+    missing = [name for name in needed if name not in content]
     if missing:
         raise CheckpointError(f"{path} is not a checkpoint of train.py: it lacks {', '.join(missing)}.")
     state = content["state_dict"] if weights == "raw" else content.get("ema_state_dict")
     if state is None:
         raise CheckpointError(f"{path} holds no EMA weights (recipe.ema_decay was null); use weights=raw.")
     stored = content["config"]
-    data = _from_stored(DataConfig, {**stored["data"], **_checked(data_overrides)})
+    _check_overrides(data_overrides, content)
+    data = _from_stored(DataConfig, {**stored["data"], **data_overrides})
     model_config = _from_stored(ModelConfig, stored["model"])
-    img_size = data_overrides.get("img_size") or content["img_size"]
+    img_size = content["img_size"] if data_overrides.get("img_size") is None else data.img_size
     model, _ = build_model(model_config, content["num_classes"], content["in_chans"], img_size)
     notes = load_weights(model, checkpoint.unwrapped(state), str(path), reset_head=False)
     return Rebuilt(
@@ -73,15 +77,22 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
     )
 
 
-def _checked(overrides: dict[str, Any]) -> dict[str, Any]:
+def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:
     known = [f.name for f in fields(DataConfig)]
     for name in overrides:
         if name not in known:
             raise ConfigError(f"unknown key 'data.{name}'. {did_you_mean(name, known)}")
-    return overrides
+    for name in ("num_classes", "in_chans"):
+        if overrides.get(name) not in (None, content[name]):
+            raise ConfigError(f"data.{name}={overrides[name]}, but the checkpoint's model has {content[name]}.")
 
 
 def _from_stored(schema: type[Any], stored: dict[str, Any]) -> Any:
     """Builds a configuration from a stored one; keys of another version are left out, new ones take their default."""
     known = {f.name for f in fields(schema)}
-    return schema(**{name: value for name, value in stored.items() if name in known})
+    try:
+        return OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(schema), {k: v for k, v in stored.items() if k in known})
+        )
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"data.{error.full_key}: {str(error).splitlines()[0]}.") from error

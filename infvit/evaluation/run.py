@@ -8,7 +8,7 @@ from typing import Any
 
 from infvit.config import EvalConfig
 from infvit.engine.device import select_device, select_precision
-from infvit.engine.setup import import_modules
+from infvit.engine.plan import import_modules
 from infvit.errors import ConfigError, did_you_mean
 from infvit.evaluation.accuracy import accuracy
 from infvit.evaluation.rebuild import Rebuilt, rebuild
@@ -43,6 +43,13 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
         results[name] = EVALUATIONS[name](config, rebuilt)
         path = folder / f"eval_{name}_{config.weights}_{rebuilt.img_size}px.json"
         path.write_text(json.dumps(results[name], indent=2, allow_nan=False) + "\n")
-        print("\n".join(f"{key:<14} {value}" for key, value in results[name].items()))
+        print(_table(results[name]))
         log.info("written to %s", path)
     return results
+
+
+def _table(result: dict[str, Any]) -> str:
+    """Returns a result as lines of name and value; floats are shortened, the JSON file has all digits."""
+    return "\n".join(
+        f"{name:<14} {f'{value:.6g}' if isinstance(value, float) else value}" for name, value in result.items()
+    )

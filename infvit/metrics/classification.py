@@ -31,10 +31,9 @@ class ClassificationScores:
         """
         if not self.images:
             raise ValueError("no image was scored.")
-        share = 100.0 / self.images
         return {
-            "top1": self.top1 * share,
-            "top5": self.top5 * share,
+            "top1": 100.0 * self.top1 / self.images,
+            "top5": 100.0 * self.top5 / self.images,
             "loss": self.loss / self.images,
             "images": self.images,
         }

@@ -4,6 +4,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import PatchEmbed
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -62,7 +63,7 @@ def build_model(
                 raise ConfigError(f"model {config.name}: {_one_line(error)}. Check model.* and model.args.") from error
             optional.pop(rejected)
             inactive[rejected] = f"{config.name} takes no {rejected}"
-        except (AssertionError, RuntimeError, ValueError) as error:
+        except (AssertionError, AttributeError, ArithmeticError, LookupError, RuntimeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
             hint = f" at data.img_size={img_size}" if img_size else ""
@@ -73,8 +74,9 @@ def patch_size(config: ModelConfig) -> int | None:
     """Returns the side of the model's patches in pixels, or None for models without a patch grid."""
     with torch.device("meta"):
         model, _ = build_model(config, num_classes=1)
-    size = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    return size if size is None or isinstance(size, int) else max(size)
+    # Other stems have a `patch_size` too, but overlapping patches, which do not have to fit.
+    embed = next((module for module in model.modules() if isinstance(module, PatchEmbed)), None)
+    return None if embed is None else max(embed.patch_size)
 
 
 def count_parameters(model: nn.Module) -> int:
@@ -89,7 +91,7 @@ def count_flops(config: ModelConfig, num_classes: int, in_chans: int, img_size: 
     CPU. Matrix products and convolutions count, elementwise operations do not.
     """
     with torch.device("meta"):
-        model = build_model(config, num_classes, in_chans, img_size)[0].eval()
+        model = build_model(config, num_classes, in_chans, img_size)[0].eval().requires_grad_(False)
         for module in model.modules():
             for switch in ("fused", "fused_attn"):
                 if isinstance(getattr(module, switch, None), bool):

@@ -39,6 +39,8 @@ def load_weights(model: nn.Module, state: dict[str, Any], source: str, reset_hea
     Raises:
         CheckpointError: less than the whole model could be loaded; the first names are listed.
     """
+    if not state or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{source} holds no weights, only: {', '.join(map(str, list(state)[:5])) or 'nothing'}.")
     own = model.state_dict()
     shapes = {name: value.shape for name, value in state.items()}
     if isinstance(model, VisionTransformer):
@@ -66,8 +68,9 @@ def load_weights(model: nn.Module, state: dict[str, Any], source: str, reset_hea
             for names, what in ((missing, "missing"), (unexpected, "unknown"), (wrong, "of another shape"))
             if names
         ]
-        head = {name.rsplit(".", 1)[0].split(" ")[0] for name in wrong} & set(_classifier_names(model))
-        remedy = " reset_head=true starts with a new classifier." if head and not reset_head else ""
+        layers = {name.split(" ")[0].rsplit(".", 1)[0] for name in missing + unexpected + wrong}
+        only_head = layers <= set(_classifier_names(model))
+        remedy = " reset_head=true starts with a new classifier." if only_head and not reset_head else ""
         raise CheckpointError(f"{source} does not fit the model ({'; '.join(parts)}).{remedy}")
     model.load_state_dict(state)
     return notes

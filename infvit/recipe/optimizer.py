@@ -19,22 +19,28 @@ def build_optimizer(model: nn.Module, recipe: RecipeConfig, batch_size: int) -> 
     """Builds the optimiser. Parameters of at most one dimension and those of `no_weight_decay()` get no decay.
 
     Raises:
-        ConfigError: unknown optimiser.
+        ConfigError: unknown optimiser, values it does not take, or a package it needs is missing.
     """
     info = _info(recipe)
+    if info.has_betas and len(recipe.opt_betas) != info.num_betas:
+        raise ConfigError(f"recipe.opt_betas={recipe.opt_betas}: {recipe.opt} takes {info.num_betas} values.")
     options: dict[str, Any] = {}
     if info.has_eps:
         options["eps"] = recipe.opt_eps
     if info.has_betas:
         options["betas"] = tuple(recipe.opt_betas)
-    return create_optimizer_v2(
-        model,
-        opt=recipe.opt,
-        lr=peak_lr(recipe, batch_size),
-        weight_decay=recipe.weight_decay,
-        layer_decay=recipe.layer_decay,
-        **options,
-    )
+    try:
+        return create_optimizer_v2(
+            model,
+            opt=recipe.opt,
+            lr=peak_lr(recipe, batch_size),
+            weight_decay=recipe.weight_decay,
+            layer_decay=recipe.layer_decay,
+            **options,
+        )
+    except (ImportError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"recipe.opt={recipe.opt} cannot be built: {reason}") from error
 
 
 def inactive_keys(recipe: RecipeConfig) -> dict[str, str]:

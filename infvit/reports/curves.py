@@ -36,7 +36,8 @@ def draw_curves(folder: Path) -> None:
                 axes.plot(*zip(*points, strict=True), marker="." if len(points) < 40 else "", label=label)
         axes.set(xlabel="epoch", title=title)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        if axes.lines:
+            axes.legend(frameon=False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.suptitle(folder.name)
     figure.savefig(folder / "curves.png", dpi=110)
