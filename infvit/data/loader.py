@@ -174,6 +174,7 @@ def _loader(
         batch_sampler=batches,
         collate_fn=collate,
         num_workers=num_workers,
+        persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # each iteration draws a seed, by default from the global generator
         worker_init_fn=_reset_signals,
