@@ -35,7 +35,7 @@ def test_digit_images() -> None:
     for in_chans, mode in ((3, "RGB"), (1, "L")):
         source = build_source(DataConfig(name="digits", in_chans=in_chans, mean=[0.5], std=[0.5]), "val")
         image = source.image(5)
-        assert (image.mode, image.size, source.native_size) == (mode, (8, 8), 32)
+        assert (image.mode, image.size, source.native_size) == (mode, (8, 8), 16)
         assert np.array_equal(np.asarray(image.convert("L")), np.round(digit_arrays("val")[0][5] * 255))
         assert source.locate(5) == "digits[val][5]"
 
