@@ -20,7 +20,9 @@ def run(model: str, seed: int, folder: Path) -> tuple[float, float]:
     """Trains one model and returns its top-1 in % after the last epoch, and the seconds of training and evaluation."""
     run_dir = folder / f"{model}-{seed}"
     command = [sys.executable, str(ROOT / "train.py"), f"model={model}", f"seed={seed}", f"run_dir={run_dir}"]
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}\n{done.stderr}")
     rows = read_metrics(run_dir)
     return rows[-1]["top1"], sum(row["train_seconds"] + row["eval_seconds"] for row in rows)
 
