@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,13 @@ from infvit.recipe.optimizer import inactive_keys
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Imports the user's own modules, which register models or mechanisms.
+    """Imports the user's own modules, which register models or mechanisms; also from the folder of the command.
 
     Raises:
         ConfigError: a module cannot be imported.
     """
+    if names and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     for name in names:
         try:
             importlib.import_module(name)

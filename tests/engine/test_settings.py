@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from infvit.config import TrainConfig
 from infvit.data import Batch
 from infvit.engine import loop, train
 from infvit.engine.device import autocast, backend_settings, seed_update, select_device, select_precision
+from infvit.engine.plan import import_modules
 from infvit.engine.validate import validate
 from infvit.errors import CheckpointError, ConfigError
 
@@ -255,3 +257,13 @@ def test_a_run_can_start_from_the_weights_of_another(tiny: Config, built: Any, l
     assert all(torch.equal(value, trained[name]) for name, value in again.items())
     with pytest.raises(CheckpointError, match="no run folder or checkpoint at /no/where"):
         built(tiny(init_from="/no/where", run="none"))
+
+
+def test_imports_are_found_in_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "only_here.py").write_text("VALUE = 3\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(ConfigError, match="cannot import 'only_here'"):
+        import_modules(["only_here"])
+    monkeypatch.chdir(tmp_path)
+    import_modules(["only_here"])
+    assert sys.modules.pop("only_here").VALUE == 3
