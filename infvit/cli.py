@@ -25,6 +25,10 @@ from infvit.engine.signals import Interrupted
 from infvit.errors import ConfigError, MissingExtraError, UserError, did_you_mean
 
 GROUPS = ("model", "data", "recipe", "engine", "logger", "experiment")
+HYDRA_FLAGS = (
+    *("help", "hydra-help", "version", "cfg", "resolve", "package", "run", "multirun", "shell-completion", "info"),
+    *("config-path", "config-name", "config-dir", "experimental-rerun"),
+)
 C = TypeVar("C", TrainConfig, EvalConfig)
 log = logging.getLogger("infvit")
 _exit_codes: list[int] = []
@@ -135,8 +139,9 @@ def _unknown_keys(tree: Any, schema: type, prefix: str = "") -> list[str]:
 def _refuse_dashes(arguments: Sequence[str]) -> None:
     """Refuses `--epochs=3`, to which Hydra would answer with its usage."""
     for argument in arguments:
-        if (found := re.match(r"--?([a-z_.]+)(?:=|$)", argument)) and found[1] in _known_keys():
-            raise ConfigError(f"{argument}: keys are written without dashes, e.g. {found[1]}=VALUE.")
+        found = re.match(r"--?([a-z_.-]+)(?:=|$)", argument)
+        if found and (found[1] in _known_keys() or (argument.startswith("--") and found[1] not in HYDRA_FLAGS)):
+            raise ConfigError(f"{argument}: keys are written without dashes, e.g. epochs=3; Hydra's flags: --help.")
 
 
 def explain(error: Exception) -> str:
@@ -157,6 +162,8 @@ def explain(error: Exception) -> str:
         return f"unknown {group}={name}. {did_you_mean(name, _options(group))}"
     if found := re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text):
         key = found[1] or getattr(error, "full_key", None) or found[2]
+        if key in _known_keys():
+            return f"{key} is no group here; set its keys, e.g. {key}.name=... {key}.root=..."
         return f"unknown key {key!r}. {did_you_mean(key, _known_keys())}"
     if text.startswith("Error merging override") and error.__cause__ is not None:
         cause = " ".join(str(error.__cause__).split()).split(" full_key:")[0].rstrip(".")

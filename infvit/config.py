@@ -262,7 +262,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _require_range(self, "", "epochs max_steps batch_size", 1)
-        _require_range(self, "", "seed", 0)
+        _require_range(self, "", "seed", 0, 2**32 - 1)
         warmup, epochs = self.recipe.warmup_epochs, self.epochs
         _require(
             warmup < epochs,

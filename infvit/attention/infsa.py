@@ -31,7 +31,7 @@ def check_gamma(gamma: float) -> float:
     Raises:
         ConfigError: gamma is outside (0, 1).
     """
-    if not 0 < gamma < 1:
+    if not isinstance(gamma, int | float) or not 0 < gamma < 1:
         raise ConfigError(f"gamma={gamma} must lie strictly between 0 and 1.")
     return gamma
 

@@ -58,7 +58,7 @@ class AttentionLayer(nn.Module):
         double_proj: bool = False,
     ) -> None:
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             divisors = [h for h in range(1, dim + 1) if dim % h == 0]
             raise ConfigError(f"width {dim} is not divisible by num_heads={num_heads}; allowed: {divisors}.")
         if (qk_norm or scale_norm) and norm_layer is None:

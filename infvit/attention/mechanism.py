@@ -233,8 +233,16 @@ class Mechanism(nn.Module):
     def _check(self, q: Tensor, k: Tensor, mask: Mask) -> None:
         if mask.keys is not None or mask.queries is not None:
             self._require("padding", "padding masks")
+            for name, real, tokens in (("keys", mask.keys, k.shape[-2]), ("queries", mask.queries, q.shape[-2])):
+                if real is not None and (real.dtype != torch.bool or real.shape != (q.shape[0], tokens)):
+                    raise ConfigError(
+                        f"Mask.{name} must be boolean of shape ({q.shape[0]}, {tokens}), "
+                        f"not {real.dtype} of shape {tuple(real.shape)}."
+                    )
         if mask.pairs is not None:
             self._require("pairwise", "masks over query-key pairs")
+            if mask.pairs.dtype != torch.bool:
+                raise ConfigError(f"Mask.pairs must be boolean (True: takes part), not {mask.pairs.dtype}.")
         if mask.causal:
             self._require("causal", "causal masks")
             if q.shape[-2] != k.shape[-2]:

@@ -1,6 +1,6 @@
 """Data: sources of images and labels, their check before training, augmentation, and loaders that resume exactly."""
 
-from infvit.data.build import DATASETS, build_source
+from infvit.data.build import DATASETS, build_source, unused_keys
 from infvit.data.decode import decode
 from infvit.data.loader import Batch, DamageLog, EvalBatch, build_eval_loader, build_train_loader, seeded
 from infvit.data.preflight import Preflight, preflight
@@ -28,4 +28,5 @@ __all__ = [
     "resolve_img_size",
     "seeded",
     "train_transform",
+    "unused_keys",
 ]

@@ -20,6 +20,23 @@ DATASETS: dict[str, Callable[[DataConfig, Split, Sequence[str] | None], Source]]
 """What `data.name` can be. A new data set is a line here: a function of (config, split, class list)."""
 
 
+USED_KEYS: dict[str, tuple[str, ...]] = {
+    "digits": (),
+    "digit_scenes": ("num_samples", "generator_seed"),
+    "imagenet": ("root",),
+    "folder": ("root",),
+    "timm": ("root", "reader", "download"),
+}
+"""Which of the keys that not every data set uses each one does use."""
+
+
+def unused_keys(data: DataConfig) -> list[str]:
+    """Returns the keys that were set, but that this data set has no use for."""
+    default, used = DataConfig(), USED_KEYS[data.name]
+    optional = dict.fromkeys(key for keys in USED_KEYS.values() for key in keys)
+    return [key for key in optional if key not in used and getattr(data, key) != getattr(default, key)]
+
+
 def build_source(data: DataConfig, split: Split, classes: Sequence[str] | None = None) -> Source:
     """Opens one split of the configured data set.
 

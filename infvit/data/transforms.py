@@ -13,6 +13,9 @@ from infvit.errors import ConfigError, did_you_mean
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
+UNPATCHED = 64
+"""Smallest default side for a model without patches: convolutional networks divide it by 32."""
+
 Transform = Callable[[Image.Image], Tensor]
 
 
@@ -22,14 +25,14 @@ def resolve_img_size(data: DataConfig, native_size: int, patch_size: int | None)
     Args:
         data: `data.img_size` decides when it is given.
         native_size: Side at which the data set is naturally used.
-        patch_size: Patch side of the model; None when it has none. Without `data.img_size` the image is large enough
-            for four patches a side, and a multiple of the patch.
+        patch_size: Patch side of the model; None when it has none (the side is then at least 64 pixels). Without
+            `data.img_size` the image is large enough for four patches a side, and a multiple of the patch.
 
     Raises:
         ConfigError: `data.img_size` is not a multiple of the patch.
     """
     if patch_size is None:
-        return data.img_size or native_size
+        return data.img_size or max(native_size, UNPATCHED)
     if data.img_size is None:
         return -(-max(native_size, 4 * patch_size) // patch_size) * patch_size
     if data.img_size % patch_size:

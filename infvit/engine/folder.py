@@ -5,6 +5,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import logging
 import os
 import platform
 import socket
@@ -23,6 +24,8 @@ import yaml
 from infvit.config import TrainConfig
 from infvit.engine.record import replace_text
 from infvit.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 # Keys that say where and how to run, not what to compute.
 _NOT_IDENTITY = ("engine", "logger", "run_dir", "fresh", "dry_run", "debug", "profile")
@@ -106,6 +109,9 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
     changed = [
         f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new) if old.get(key) != new.get(key)
     ]
+    for key, value in _flat(asdict(config.engine)).items():
+        if stored.get("engine", {}).get(key, value) != value:
+            log.warning("engine.%s was %s when this run started and is %s now.", key, stored["engine"][key], value)
     if changed:
         raise ConfigError(
             f"run_dir={path} holds another run ({'; '.join(changed)}). "
@@ -147,6 +153,6 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "-uno"))}
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.SubprocessError):
         return None

@@ -23,7 +23,7 @@ from infvit.engine.record import WandbLogger, write_history
 from infvit.engine.signals import Interrupted, StopRequest
 from infvit.engine.state import RunState
 from infvit.engine.validate import validate
-from infvit.errors import TrainingError
+from infvit.errors import DataError, TrainingError
 from infvit.recipe import BatchMixup, Schedule, training_loss
 
 log = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ def train_update(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, float
         total += loss.detach()
         count += len(images)
     if not count:
-        return 0.0, 0.0, 0, True
+        raise DataError(f"update {state.update}: none of its images can be decoded ({damaged[0]}) Mend the data set.")
     state.scaler.unscale_(state.optimizer)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     norm = float(nn.utils.clip_grad_norm_(parameters, recipe.clip_grad or math.inf))

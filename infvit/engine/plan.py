@@ -19,11 +19,13 @@ from infvit.data import (
     preflight,
     resolve_img_size,
     train_transform,
+    unused_keys,
 )
+from infvit.engine import checkpoint
 from infvit.engine.device import select_device, select_precision
 from infvit.engine.folder import default_folder
-from infvit.errors import ConfigError
-from infvit.models.build import build_model, count_flops, count_parameters, model_arguments, patch_size
+from infvit.errors import ConfigError, did_you_mean
+from infvit.models.build import build_model, check_forward, count_flops, count_parameters, model_arguments, patch_size
 from infvit.recipe import Schedule, build_optimizer, peak_lr
 from infvit.recipe.optimizer import inactive_keys
 
@@ -73,7 +75,8 @@ class Plan:
             f"data    {c.data.name}: {len(self.data.train)} training and {len(self.data.val)} held-out images, "
             f"{self.num_classes} classes, {self.img_size} px",
             f"recipe  {c.recipe.name}: {c.epochs} epochs of {sampler.updates_per_epoch} updates, batch {c.batch_size} "
-            f"in {sampler.micro_batches} micro-batch(es), peak lr {peak_lr(c.recipe, c.batch_size):.3g}",
+            f"in {sampler.micro_batches} micro-batch{'es' if sampler.micro_batches > 1 else ''}, peak lr "
+            f"{peak_lr(c.recipe, c.batch_size):.3g}",
             f"device  {self.device}, {str(self.precision).removeprefix('torch.')}",
             f"folder  {self.folder}",
         ]
@@ -104,6 +107,14 @@ def make_plan(config: TrainConfig) -> Plan:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("training on several processes is not supported yet; start a single one, without torchrun.")
     recipe, device = config.recipe, select_device(config.engine.device)
+    backends = torch.compiler.list_backends(exclude_tags=())
+    if config.compile and config.engine.compile_backend not in backends:
+        raise ConfigError(
+            f"unknown engine.compile_backend={config.engine.compile_backend!r}. "
+            f"{did_you_mean(config.engine.compile_backend, backends)}"
+        )
+    if config.init_from and not config.init_from.startswith("timm/"):
+        checkpoint.find(config.init_from)
     data = preflight(config.data, config.batch_size)
     img_size = resolve_img_size(config.data, data.train.native_size, patch_size(config.model))
     micro = config.data.micro_batch_size
@@ -112,11 +123,13 @@ def make_plan(config: TrainConfig) -> Plan:
         model, ignored = build_model(
             config.model, len(data.classes), config.data.in_chans, img_size, recipe.drop_path, recipe.drop
         )
+    check_forward(model, config.model.name, config.data.in_chans, img_size)
     optimizer = build_optimizer(model, recipe, config.batch_size)
     inactive = {f"recipe.{key}": why for key, why in {**recipe.inactive(), **inactive_keys(recipe)}.items()}
     # A model without a fixed size simply takes images of any; only what was asked for is worth a note.
     names = {"drop_path_rate": "recipe.drop_path", "drop_rate": "recipe.drop"}
     inactive |= {names[argument]: why for argument, why in ignored.items() if argument in names}
+    inactive |= {f"data.{key}": f"data={config.data.name} does not use it" for key in unused_keys(config.data)}
     return Plan(
         config=config,
         folder=Path(config.run_dir) if config.run_dir else default_folder(config),

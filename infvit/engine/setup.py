@@ -53,7 +53,7 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
     state = RunState(model, optimizer, ema, scaler)
     if stored is not None:
         state.load_state_dict(stored)
-        log.info("Continuing after update %d (%d epochs on record).", state.update, len(state.history))
+        log.info("Found the state after update %d in %s.", state.update, plan.folder)
     workers, pin = config.data.num_workers, device.type == "cuda"
     eval_batch = config.data.micro_batch_size or min(config.batch_size, 256)
     return Run(

@@ -47,8 +47,8 @@ def train(config: TrainConfig, after_epoch: Sequence[Callable[[Path], None]] = (
         return Result()
     engine = config.engine
     with own_folder(plan.folder, config.fresh) as folder, _log_file(folder / "train.log"):
-        _announce(plan)
         check_same_run(config, folder)
+        _announce(plan)
         with stop_request() as stop, backend_settings(config.deterministic, engine.tf32, engine.cudnn_benchmark):
             run = build_run(plan, stop, after_epoch)
             write_record(config, folder, plan.device)  # now nothing can keep the run from starting

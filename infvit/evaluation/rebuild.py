@@ -9,7 +9,9 @@ from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
 from infvit.config import DataConfig, ModelConfig, RecipeConfig
+from infvit.data import unused_keys
 from infvit.engine import checkpoint
+from infvit.engine.plan import import_modules
 from infvit.errors import CheckpointError, ConfigError, did_you_mean
 from infvit.models.build import build_model
 from infvit.models.weights import load_weights
@@ -60,8 +62,11 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
     if state is None:
         raise CheckpointError(f"{path} holds no EMA weights (recipe.ema_decay was null); use weights=raw.")
     stored = content["config"]
+    import_modules(stored.get("imports", []))
     _check_overrides(data_overrides, content)
     data = _from_stored(DataConfig, {**stored["data"], **data_overrides})
+    for name in data_overrides.keys() & unused_keys(data):
+        raise ConfigError(f"data.{name} has no effect: data={data.name} does not use it.")
     model_config = _from_stored(ModelConfig, stored["model"])
     img_size = content["img_size"] if data_overrides.get("img_size") is None else data.img_size
     model, _ = build_model(model_config, content["num_classes"], content["in_chans"], img_size)

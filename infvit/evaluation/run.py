@@ -1,8 +1,10 @@
 """`eval.py`: rebuilds a model and runs the evaluations asked for."""
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +43,19 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
     results = {}
     for name in config.eval:
         results[name] = EVALUATIONS[name](config, rebuilt)
-        path = folder / f"eval_{name}_{config.weights}_{rebuilt.img_size}px.json"
+        path = folder / f"eval_{name}_{config.weights}_{rebuilt.img_size}px_{_digest(config, rebuilt)}.json"
         path.write_text(json.dumps(results[name], indent=2, allow_nan=False) + "\n")
         print(_table(results[name]))
         log.info("written to %s", path)
     return results
+
+
+def _digest(config: EvalConfig, rebuilt: Rebuilt) -> str:
+    """Returns a short hash of what the result depends on, so that another evaluation gets another file."""
+    depends = {**asdict(rebuilt.data), "precision": config.precision, "checkpoint": rebuilt.path.name}
+    depends |= {"crop_pct": config.crop_pct, "interpolation": config.interpolation}
+    depends.pop("num_workers")
+    return hashlib.sha1(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def _table(result: dict[str, Any]) -> str:

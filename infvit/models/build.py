@@ -79,6 +79,21 @@ def patch_size(config: ModelConfig) -> int | None:
     return None if embed is None else max(embed.patch_size)
 
 
+def check_forward(model: nn.Module, name: str, in_chans: int, img_size: int) -> None:
+    """Lets a model on the meta device take images of this size.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        model(torch.empty(2, in_chans, img_size, img_size, device="meta"))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        if "meta" not in str(error):  # a model that cannot run there may still run elsewhere
+            raise ConfigError(
+                f"model {name} cannot take images of {img_size} px ({_one_line(error)}); set data.img_size."
+            ) from error
+
+
 def count_parameters(model: nn.Module) -> int:
     """Returns the number of parameters, trainable or not."""
     return sum(p.numel() for p in model.parameters())

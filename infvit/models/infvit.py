@@ -15,7 +15,7 @@ from timm.models._input import update_model_args
 from timm.models.vision_transformer import Block, VisionTransformer, checkpoint_filter_fn, get_init_weights_vit
 from torch import Tensor, nn
 
-from infvit.attention import AttentionLayer, get_mechanism, hyperparameters
+from infvit.attention import AttentionLayer, get_mechanism, hyperparameters, list_mechanisms
 from infvit.errors import ConfigError
 
 __all__ = ["InfViT"]  # timm's decorator adds every entry point
@@ -49,6 +49,10 @@ class InfViT(VisionTransformer):
             _check_image_size(given.get("img_size", 224), given.get("patch_size", 16))
         own = hyperparameters(get_mechanism(attention))
         mechanism_args = {name: kwargs.pop(name) for name in list(kwargs) if name in own}
+        for name in kwargs.keys() & {
+            key for other in list_mechanisms() for key in hyperparameters(get_mechanism(other))
+        }:
+            raise TypeError(f"attention {attention!r} has no {name!r}; it takes {sorted(own) or 'nothing of its own'}")
         options = {
             "mechanism": attention,
             "mechanism_args": mechanism_args,

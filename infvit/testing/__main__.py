@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from itertools import product
 
-from infvit.attention import list_mechanisms
+from infvit.attention import get_mechanism, list_mechanisms
+from infvit.errors import ConfigError
 from infvit.testing import CHECKS
 
 
@@ -19,6 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     for module in options.imports:
         import_module(module)
+    try:
+        for name in options.names:
+            get_mechanism(name)
+    except ConfigError as error:
+        parser.error(f"{error} A mechanism of your own needs --imports.")
     failed = 0
     for name, check in product(options.names or list_mechanisms(), CHECKS):
         try:
