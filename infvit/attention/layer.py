@@ -145,10 +145,14 @@ class AttentionLayer(nn.Module):
         """Replaces the two output projections by their product: `W = W2 W1`, `b = W2 b1 + b2`. The same function."""
         if not isinstance(self.proj2, nn.Linear):
             return
-        first, outer = self.proj, self.proj2.weight.cpu().double()  # MPS has no float64
+
+        def wide(x: Tensor) -> Tensor:
+            return (x.cpu() if x.device.type == "mps" else x).double()  # MPS has no float64
+
+        first, outer = self.proj, wide(self.proj2.weight)
         if first.bias is not None:
-            first.bias.copy_(outer @ first.bias.cpu().double() + self.proj2.bias.cpu().double())
-        first.weight.copy_(outer @ first.weight.cpu().double())
+            first.bias.copy_(outer @ wide(first.bias) + wide(self.proj2.bias))
+        first.weight.copy_(outer @ wide(first.weight))
         self.proj2 = nn.Identity()
 
 

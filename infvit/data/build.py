@@ -32,7 +32,9 @@ USED_KEYS: dict[str, tuple[str, ...]] = {
 
 def unused_keys(data: DataConfig) -> list[str]:
     """Returns the keys that were set, but that this data set has no use for."""
-    default, used = DataConfig(), USED_KEYS[data.name]
+    default, used = DataConfig(), USED_KEYS.get(data.name)
+    if used is None:
+        return []  # an unknown name, which `build_source` refuses
     optional = dict.fromkeys(key for keys in USED_KEYS.values() for key in keys)
     return [key for key in optional if key not in used and getattr(data, key) != getattr(default, key)]
 

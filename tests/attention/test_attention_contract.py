@@ -251,3 +251,10 @@ def test_command_line_reports_each_check(registry, monkeypatch, capsys):
     register_mechanism(WrongValue)
     assert command.main(["wrong"]) == 1
     assert "wrong check_values: FAILED" in capsys.readouterr().out
+
+
+def test_command_says_that_a_name_is_unknown(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["infsa_pur"])
+    assert ended.value.code == 2
+    assert "unknown attention mechanism 'infsa_pur'. Did you mean 'infsa_pure'" in capsys.readouterr().err

@@ -13,6 +13,7 @@ from infvit.attention import (
     list_mechanisms,
     register_mechanism,
 )
+from infvit.errors import ConfigError
 from infvit.testing.cases import inputs
 
 
@@ -94,3 +95,17 @@ def test_allowed_pairs_combine_all_parts():
     expected = [[False, False, False], [False, True, False], [True, True, False]]
     assert allowed[0, 0].tolist() == expected
     assert Mask().allowed(3, 3, torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (Mask(keys=torch.ones(2, 7)), r"Mask.keys must be boolean of shape \(2, 7\), not torch.float32"),
+        (Mask(keys=torch.ones(2, 6, dtype=torch.bool)), r"Mask.keys .* of shape \(2, 6\)"),
+        (Mask(queries=torch.ones(1, 7, dtype=torch.bool)), r"Mask.queries must be boolean of shape \(2, 7\)"),
+        (Mask(pairs=torch.zeros(7, 7)), "Mask.pairs must be boolean"),
+    ],
+)
+def test_masks_of_the_wrong_kind_are_refused(mask, message):
+    with pytest.raises(ConfigError, match=message):
+        get_mechanism("infsa_pure")(2, 4, dtype=torch.float64)(*inputs(7), mask)

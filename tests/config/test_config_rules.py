@@ -60,7 +60,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (LoggerConfig, {"wandb_mode": "on"}, "logger.wandb_mode='on' must be one of online, offline, disabled."),
     *[(TrainConfig, {k: v}, f"{k}={v} must be at least 1.") for k in ("epochs", "max_steps", "batch_size")
       for v in (0, -1)],
-    (TrainConfig, {"seed": -1}, "seed=-1 must be at least 0."),
+    (TrainConfig, {"seed": -1}, "seed=-1 must be between 0 and 4294967295."),
     (TrainConfig, {"epochs": 5}, "recipe.warmup_epochs=5 leaves nothing of epochs=5; lower it or train for longer."),
     *[(TrainConfig, {"batch_size": 9, "recipe": RecipeConfig(**on)},
        "batch_size=9 is odd, but mixup and cutmix mix images in pairs: make it even, or switch them off with "

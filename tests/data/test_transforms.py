@@ -15,7 +15,7 @@ GREY = DataConfig(in_chans=1, mean=[0.5], std=[0.25])
 
 
 NATURAL = [(None, 32, 4, 32), (None, 32, 16, 64), (None, 48, 16, 64), (None, 48, 8, 48), (None, 224, 14, 224)]
-GIVEN = [(None, 50, 7, 56), (None, 32, None, 32), (96, 32, 16, 96), (50, 32, None, 50)]
+GIVEN = [(None, 50, 7, 56), (None, 32, None, 64), (None, 224, None, 224), (96, 32, 16, 96), (50, 32, None, 50)]
 
 
 @pytest.mark.parametrize(("given", "native", "patch", "expected"), NATURAL + GIVEN)

@@ -15,6 +15,7 @@ from infvit.config import TrainConfig
 from infvit.engine import loop, train
 from infvit.engine import progress as progress_module
 from infvit.engine.progress import Progress
+from infvit.errors import DataError
 
 Config = Callable[..., TrainConfig]
 
@@ -153,17 +154,16 @@ def test_damaged_images_are_named_once_and_left_out(
 
 
 def test_too_many_damaged_images_end_the_run(damaged: Config) -> None:
-    from infvit.errors import DataError
-
     with pytest.raises(DataError, match=r"2 images cannot be decoded, more than data.max_damaged=1"):
         train(damaged({"data.max_damaged": 1}, batch_size=26))
 
 
-def test_an_update_whose_images_are_all_damaged_does_nothing(tiny: Config, built: Any) -> None:
+def test_an_update_whose_images_are_all_damaged_is_an_error(tiny: Config, built: Any) -> None:
     from infvit.data import Batch
 
     run = built(tiny())
     before = {name: value.clone() for name, value in run.state.model.state_dict().items()}
     empty = Batch(torch.empty(0), torch.empty(0, dtype=torch.int64), ["a.png: damaged"])
-    assert loop.train_update(run, iter([empty, empty])) == (0.0, 0.0, 0, True)
+    with pytest.raises(DataError, match=r"update 0: none of its images can be decoded \(a.png: damaged\)"):
+        loop.train_update(run, iter([empty, empty]))
     assert all(torch.equal(value, before[name]) for name, value in run.state.model.state_dict().items())

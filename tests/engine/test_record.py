@@ -48,7 +48,8 @@ def test_rows(tiny: Config, rows: Any) -> None:
     ]  # fmt: skip
     assert found[1]["images"] == 11
     assert 0 <= found[1]["data_wait"] <= 1
-    assert found[1]["images_per_second"] == pytest.approx(24 / found[1]["train_seconds"], rel=0.2)
+    seconds = found[1]["train_seconds"]  # rounded to 0.01
+    assert 24 / (seconds + 0.01) - 1 < found[1]["images_per_second"] < 24 / max(seconds - 0.01, 1e-3) + 1
     assert result.folder == folder
     assert result.metrics == found[-1]
     with open(folder / "summary.csv", newline="") as file:

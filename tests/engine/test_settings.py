@@ -18,7 +18,7 @@ from infvit.config import TrainConfig
 from infvit.data import Batch
 from infvit.engine import loop, train
 from infvit.engine.device import autocast, backend_settings, seed_update, select_device, select_precision
-from infvit.engine.plan import import_modules
+from infvit.engine.plan import import_modules, make_plan
 from infvit.engine.validate import validate
 from infvit.errors import CheckpointError, ConfigError
 
@@ -267,3 +267,18 @@ def test_imports_are_found_in_the_folder_of_the_command(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     import_modules(["only_here"])
     assert sys.modules.pop("only_here").VALUE == 3
+
+
+def test_another_precision_on_a_finished_run_is_said(tiny: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Engine keys do not make another run, so a changed one must not pass in silence."""
+    train(tiny())
+    with caplog.at_level("INFO", logger="infvit"):
+        train(tiny({"engine.precision": "bf16"}))
+    assert "engine.precision was fp32 when this run started and is bf16 now." in caplog.messages
+
+
+def test_data_keys_without_use_are_on_record(tiny: Any) -> None:
+    config = tiny({"data.name": "digits", "data.reader": "torch/cifar10", "data.num_samples": 3})
+    inactive = make_plan(config).inactive
+    assert {key for key in inactive if key.startswith("data.")} == {"data.root", "data.reader", "data.num_samples"}
+    assert set(inactive.values()) >= {"data=digits does not use it"}

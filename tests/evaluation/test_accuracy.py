@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ from infvit.data.digits import digit_arrays
 from infvit.errors import CheckpointError, ConfigError, DataError
 from infvit.evaluation import EVALUATIONS, evaluate
 from infvit.evaluation.rebuild import rebuild
+
+
+def written_to(folder: Path, stem: str) -> Path:
+    """Returns the one result file whose name begins like this; it goes on with a hash of the settings."""
+    (path,) = folder.glob(f"{stem}_*.json")
+    return path
 
 
 @pytest.fixture
@@ -109,11 +116,13 @@ def test_workers_have_no_influence(score: Any) -> None:
 
 def test_the_file_says_what_was_scored(score: Any, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     result = score()
-    written = json.loads((tmp_path / "eval_accuracy_raw_16px.json").read_text())
+    written = json.loads(written_to(tmp_path, "eval_accuracy_raw_16px").read_text())
     assert written == result
     assert {k: v for k, v in result.items() if k not in ("top1", "top5", "loss")} == {
         "images": 360,
-        "data": "digits (validation)",
+        "data": "digits",
+        "root": None,
+        "split": "validation",
         "classes": 10,
         "resolution": 16,
         "crop_pct": 0.9,
@@ -130,14 +139,14 @@ def test_the_file_says_what_was_scored(score: Any, run: Path, tmp_path: Path, ca
 
 def test_results_go_to_the_run_folder_by_default(changed: Any, tmp_path: Path) -> None:
     evaluate(EvalConfig(checkpoint=str(changed()), device="cpu"))
-    assert (tmp_path / "eval_accuracy_raw_16px.json").exists()
+    assert written_to(tmp_path, "eval_accuracy_raw_16px").exists()
 
 
 def test_another_resolution(score: Any, run: Path, content: dict[str, Any], tmp_path: Path) -> None:
     """The position embedding is resized, as timm does it."""
     result = score(data={"img_size": 32})
     assert result["resolution"] == 32
-    assert (tmp_path / "eval_accuracy_raw_32px.json").exists()
+    assert written_to(tmp_path, "eval_accuracy_raw_32px").exists()
     model = plain_model(content["state_dict"])
     model.set_input_size(img_size=32)
     probabilities, labels = predicted(model, 32, 0.9)
@@ -177,7 +186,7 @@ def test_a_diverged_model_is_scored_as_wrong(score: Any, changed: Any, content: 
     state = {**content["state_dict"], "head.bias": torch.full((10,), torch.nan)}
     result = score(changed(state_dict=state))
     assert (result["top1"], result["top5"], result["loss"]) == (0.0, 0.0, None)
-    assert "NaN" not in (tmp_path / "eval_accuracy_raw_16px.json").read_text()
+    assert "NaN" not in written_to(tmp_path, "eval_accuracy_raw_16px").read_text()
 
 
 # What is refused
@@ -252,6 +261,28 @@ def test_keys_that_agree_are_no_error(score: Any) -> None:
     assert score(data={"num_classes": 10, "in_chans": 3, "img_size": None}) == score()
 
 
+def test_another_setting_gets_another_file(score: Any, tmp_path: Path) -> None:
+    """What the score depends on keeps a result from overwriting another; the rest makes no new file."""
+    for keys in ({}, {"crop_pct": 0.8}, {"interpolation": "bilinear"}, {"precision": "bf16"}):
+        score(**keys)
+    score(batch_size=7, data={"num_workers": 0})
+    assert len(list(tmp_path.glob("eval_accuracy_raw_16px_*.json"))) == 4
+
+
+def test_keys_that_the_data_set_does_not_use_are_refused(score: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data.root has no effect: data=digits does not use it"):
+        score(data={"root": "/somewhere"})
+
+
+def test_imports_of_the_run_are_imported_again(
+    score: Any, changed: Any, content: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_the_run.py").write_text("SEEN = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    score(changed(config={**content["config"], "imports": ["of_the_run"]}))
+    assert sys.modules.pop("of_the_run").SEEN
+
+
 def test_unknown_evaluations(score: Any) -> None:
     with pytest.raises(ConfigError, match=r"unknown eval=acuracy. Did you mean 'accuracy'"):
         score(eval=["accuracy", "acuracy"])
@@ -260,7 +291,7 @@ def test_unknown_evaluations(score: Any) -> None:
 def test_each_evaluation_gets_its_own_file(score: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EVALUATIONS, "count", lambda config, rebuilt: {"parameters": 5, "share": 1 / 3})
     score(eval=["accuracy", "count"])
-    assert json.loads((tmp_path / "eval_count_raw_16px.json").read_text()) == {"parameters": 5, "share": 1 / 3}
+    assert json.loads(written_to(tmp_path, "eval_count_raw_16px").read_text()) == {"parameters": 5, "share": 1 / 3}
 
 
 # Class folders
@@ -307,6 +338,6 @@ def test_a_damaged_image_is_an_error_with_its_path(score: Any, folders: Path) ->
 
 def test_other_data_with_the_classes_of_the_checkpoint(score: Any, folders: Path) -> None:
     result = score(data={"name": "folder", "root": str(folders)})
-    assert (result["data"], result["classes"]) == ("folder (validation)", 10)
+    assert (result["data"], result["classes"]) == ("folder", 10)
     with pytest.raises(DataError, match="does not exist"):
         score(data={"name": "folder", "root": "/no/such/place"})

@@ -7,7 +7,7 @@ import torch
 import infvit  # noqa: F401 - registers the models
 from infvit.config import ModelConfig
 from infvit.errors import ConfigError
-from infvit.models.build import build_model, count_flops, count_parameters, model_arguments, patch_size
+from infvit.models.build import build_model, check_forward, count_flops, count_parameters, model_arguments, patch_size
 
 
 def config(name: str = "infvit_pure_mini", **values) -> ModelConfig:
@@ -40,13 +40,13 @@ def test_keys_left_at_null_are_not_passed():
     [
         ({"name": "resnt18"}, "unknown model 'resnt18'. Did you mean 'resnet18'"),
         ({"name": "infvit_linear_4"}, "unknown model 'infvit_linear_4'. Did you mean 'infvit_linear_4l'"),
-        ({"name": "vit_mini", "gamma": 0.5}, "model vit_mini: .*'gamma'.*softmax.*Check model"),
+        ({"name": "vit_mini", "gamma": 0.5}, "model vit_mini: .*softmax.*'gamma'.*Check model"),
         ({"name": "resnet18", "attention": "softmax"}, "model resnet18: .*'attention'"),
         ({"attention": "infsa_pur"}, "infsa_pur.*infsa_pure"),
         ({"activation": "relo"}, "relo.*relu"),
         ({"gamma": 0.5, "args": {"gamma": 0.4}}, "model.gamma and model.args.gamma are both set; keep one."),
         ({"args": {"num_heads": 7}}, "7"),
-        ({"args": {"num_heads": 0}}, "model infvit_pure_mini cannot be built at data.img_size=32: "),
+        ({"args": {"num_heads": 0}}, "width 96 is not divisible by num_heads=0"),
         ({"args": {"depth": "two"}}, "Check model"),
         ({"args": {"drop_pth": 1}}, "'drop_pth'"),
     ],
@@ -137,3 +137,11 @@ def test_count_leaves_no_trace():
     built, _ = build_model(config(), 10)
     assert all(p.device.type == "cpu" for p in built.parameters())
     assert count_parameters(built) == sum(p.numel() for p in timm.create_model("infvit_pure_mini").parameters())
+
+
+def test_images_that_a_model_cannot_take():
+    with torch.device("meta"):
+        model, _ = build_model(ModelConfig(name="vgg11"), 10)
+    check_forward(model, "vgg11", 3, 64)
+    with pytest.raises(ConfigError, match=r"^model vgg11 cannot take images of 16 px \(.*\); set data.img_size.$"):
+        check_forward(model, "vgg11", 3, 16)

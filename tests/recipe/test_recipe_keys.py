@@ -107,10 +107,10 @@ def _few_digits(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(digits, "digit_arrays", lambda split: (images[:64], labels[:64]))
 
 
-def configuration(recipe: RecipeConfig, **model: Any) -> TrainConfig:
+def configuration(recipe: RecipeConfig, side: int = 16, **model: Any) -> TrainConfig:
     return TrainConfig(
         model=ModelConfig(**{"name": "infvit_linear_mini", "args": {"depth": 2}} | model),
-        data=DataConfig(img_size=16, num_workers=0, mean=[0.5] * 3, std=[0.5] * 3),
+        data=DataConfig(img_size=side, num_workers=0, mean=[0.5] * 3, std=[0.5] * 3),
         recipe=recipe,
         epochs=4,
         batch_size=16,
@@ -212,7 +212,7 @@ def test_jitter_acts_beside_three_augment():
     ],
 )
 def test_a_model_without_stochastic_depth(name: str, inactive: dict[str, str]):
-    assert make_plan(configuration(BASE, name=name, args={})).inactive == inactive
+    assert make_plan(configuration(BASE, side=32, name=name, args={})).inactive == inactive
 
 
 @pytest.mark.parametrize("name", ["drop_path_rate", "drop_rate", "num_classes", "img_size", "in_chans", "pretrained"])
