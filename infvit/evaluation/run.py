@@ -60,6 +60,8 @@ def _digest(config: EvalConfig, rebuilt: Rebuilt) -> str:
 
 def _table(result: dict[str, Any]) -> str:
     """Returns a result as lines of name and value; floats are shortened, the JSON file has all digits."""
-    return "\n".join(
-        f"{name:<14} {f'{value:.6g}' if isinstance(value, float) else value}" for name, value in result.items()
-    )
+
+    def shown(value: Any) -> str:
+        return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
+
+    return "\n".join(f"{name:<14} {shown(value)}" for name, value in result.items())
