@@ -136,7 +136,7 @@ class Mechanism(nn.Module):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         """Computes the output from unscaled q, k, v; `mask` holds only what `capabilities` declares."""
-        raise NotImplementedError(f"{type(self).__name__}.mix")
+        raise NotImplementedError(f"{type(self).__name__}.mix is missing: every mechanism has one.")
 
     def absorbs(self, mask: Mask) -> bool:
         """Whether `absorbed` can stand in for projecting all tokens and mixing them, in this call."""
@@ -153,13 +153,13 @@ class Mechanism(nn.Module):
         Returns:
             The concatenated heads, (B, 1, C), before the output projection, in at least float32.
         """
-        raise NotImplementedError(f"{type(self).__name__}.absorbed")
+        raise NotImplementedError(f"{type(self).__name__}.absorbed is missing: `absorbs` promised it.")
 
     def _matrix(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__}._matrix")
+        raise NotImplementedError(f"{type(self).__name__}._matrix is missing: `capabilities` declares a matrix.")
 
     def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__}._token_map")
+        raise NotImplementedError(f"{type(self).__name__}._token_map is missing: `capabilities` declares a token map.")
 
     @staticmethod
     def reference(q: Tensor, k: Tensor, v: Tensor, **hyperparameters: Any) -> Tensor:
@@ -167,7 +167,7 @@ class Mechanism(nn.Module):
 
         Takes the hyperparameters of the constructor. May be an ordinary method where it needs learned parameters.
         """
-        raise NotImplementedError
+        raise NotImplementedError("a mechanism needs its formula as `reference`.")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask = NO_MASK) -> Tensor:
         """Mixes the values.
