@@ -4,6 +4,7 @@ Hydra composes and sweeps, nothing else. A job never exits the process, since th
 its exit code here, and `launch`, the top of the program, turns the codes into that of the process.
 """
 
+import importlib
 import logging
 import os
 import re
@@ -21,6 +22,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from infvit.config import EvalConfig, TrainConfig, leaf_keys
+from infvit.engine.processes import have_joined, leave_processes, lost_another
+from infvit.engine.requeue import requeue
 from infvit.engine.signals import Interrupted
 from infvit.errors import ConfigError, MissingExtraError, UserError, did_you_mean
 
@@ -58,20 +61,28 @@ def _schema(schema: type, free: str) -> DictConfig:
 
 def launch(main: Callable[[], Any]) -> None:
     """Runs a `hydra.main` function and exits with the status of its jobs; errors are one line on stderr."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    _show_log()
     # Makes Hydra raise its errors instead of printing and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _exit_codes.clear()
     debug = any(re.fullmatch(r"\+*debug=(true|1|yes|on)", argument, re.IGNORECASE) for argument in sys.argv[1:])
     try:
         _refuse_dashes(sys.argv[1:])
+        _prepare_launcher(sys.argv[1:])
         main()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except (UserError, HydraException, OmegaConfBaseException) as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {explain(error)}", file=sys.stderr)
+        _tell(f"error: {explain(error)}")
         sys.exit(1)
-    sys.exit(next((code for code in _exit_codes if code), 0))
+    leave_processes(next((code for code in _exit_codes if code), 0))
+
+
+def _show_log() -> None:
+    """Shows the log on stderr, unless the root logger has handlers."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
 
 
 def run_job(cfg: DictConfig, schema: type[C], job: Callable[[C], Any]) -> int:
@@ -83,29 +94,46 @@ def run_job(cfg: DictConfig, schema: type[C], job: Callable[[C], Any]) -> int:
         job: what to do.
 
     Returns:
-        0, 1 after an error (shown as one line; with `debug=true` its traceback), 128 + signal after an interruption.
+        0, 1 after an error (shown as one line; with `debug=true` its traceback), 130 after Ctrl-C, 143 after another
+        signal. It exits the process only where Slurm will start it again, and with it the whole sweep.
     """
-    if any(code >= 128 for code in _exit_codes):
-        return _exit_codes[-1]  # the user asked the whole sweep to stop
+    _show_log()  # `launch` has not been called where submitit runs a job
+    if any(code >= 128 or (code and have_joined()) for code in _exit_codes):
+        return _exit_codes[-1]  # the whole sweep was asked to stop, or the other processes may not be where this one is
     debug = bool(cfg.get("debug"))
     code = 0
     try:
         job(from_hydra(cfg, schema))
     except Interrupted as error:
-        print(f"interrupted: {error}", file=sys.stderr)
+        if not error.shown_elsewhere:
+            _tell(f"interrupted: {error}")
         code = error.exit_code
+        if OmegaConf.select(cfg, "engine.requeue") and requeue(error.signum):
+            leave_processes(code)  # without a result: that of the job is still to come
     except UserError as error:
         if debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        if not error.shown_elsewhere:
+            _tell(f"error: {error}")
         code = 1
     except KeyboardInterrupt:
         code = 130
-    except Exception:
-        traceback.print_exc()  # not foreseen: the traceback is what a report needs
+    except Exception as error:
+        reason = lost_another(error)
+        if reason:
+            _tell(f"error: {reason}")
+        if debug or not reason:
+            traceback.print_exc()  # not foreseen: the traceback is what a report needs
         code = 1
     _exit_codes.append(code)
     return code
+
+
+def _tell(line: str) -> None:
+    """Shows why a job ended, once: what goes wrong before the processes have met goes wrong on all of them."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0 or have_joined():
+        print(f"process {rank}: {line}" if rank else line, file=sys.stderr)
 
 
 def from_hydra(cfg: DictConfig, schema: type[C]) -> C:
@@ -144,6 +172,22 @@ def _refuse_dashes(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{argument}: keys are written without dashes, e.g. epochs=3; Hydra's flags: --help.")
 
 
+def _prepare_launcher(arguments: Sequence[str]) -> None:
+    """Prepares a sweep through submitit, if one is asked for; without -m Hydra would run a single job right here."""
+    chosen = next((a for a in arguments if re.fullmatch(r"hydra/launcher=(slurm|submitit_\w+)", a)), None)
+    if chosen is None:
+        return
+    try:
+        importlib.import_module("hydra_plugins.hydra_submitit_launcher")
+    except ImportError as error:
+        raise MissingExtraError(chosen, "slurm") from error
+    if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments):
+        raise ConfigError(f"{chosen} submits jobs only with -m, one job too: python {sys.argv[0]} -m {chosen} ...")
+    from infvit.cluster import report_jobs
+
+    report_jobs(_exit_codes)
+
+
 def explain(error: Exception) -> str:
     """Puts an error of Hydra or OmegaConf into one sentence, with the closest known names where a name is wrong."""
     if isinstance(error, UserError):
@@ -155,16 +199,15 @@ def explain(error: Exception) -> str:
             f"cannot read {error.override!r} ({reason}). A value with =, a space, a comma or a bracket needs quotes "
             "inside quotes: 'key=\"value\"'."
         )
-    if found := re.search(r"Could not find '([\w-]+)/([\w./-]+)'", text):
+    if found := re.search(r"Could not find '(hydra/\w+|[\w-]+)/([\w./-]+)'", text):
         group, name = found[1], found[2]
-        if name.startswith("launcher/submitit"):
-            return str(MissingExtraError(f"hydra/{name}", "slurm"))
         return f"unknown {group}={name}. {did_you_mean(name, _options(group))}"
     if found := re.search(r"Could not override '([^']+)'|Key '([^']+)' (?:is )?not in", text):
         key = found[1] or getattr(error, "full_key", None) or found[2]
         if key in _known_keys():
             return f"{key} is no group here; set its keys, e.g. {key}.name=... {key}.root=..."
-        return f"unknown key {key!r}. {did_you_mean(key, _known_keys())}"
+        known = _launcher_keys() if key.startswith("hydra.") else _known_keys()
+        return f"unknown key {key!r}. {did_you_mean(key, known)}"
     if text.startswith("Error merging override") and error.__cause__ is not None:
         cause = " ".join(str(error.__cause__).split()).split(" full_key:")[0].rstrip(".")
         return f"{text.removeprefix('Error merging override ')}: {cause}."
@@ -177,6 +220,11 @@ def _known_keys() -> list[str]:
     if Path(sys.argv[0]).name == "eval.py":
         return leaf_keys(EvalConfig)
     return [*leaf_keys(TrainConfig), *GROUPS]
+
+
+def _launcher_keys() -> list[str]:
+    launcher = OmegaConf.load(Path(sys.argv[0]).parent / "configs" / "hydra" / "launcher" / "slurm.yaml")
+    return [f"hydra.launcher.{key}" for key in map(str, launcher)]
 
 
 def _options(group: str) -> list[str]:

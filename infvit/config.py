@@ -12,6 +12,7 @@ from infvit.errors import ConfigError
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 WEIGHTS = ("raw", "ema")
+CHANGEABLE = ("epochs", "recipe.lr", "recipe.min_lr")
 ELSEWHERE = {
     "img_size": "data.img_size",
     "in_chans": "data.in_chans",
@@ -201,9 +202,12 @@ class EngineConfig:
     tf32: bool = key(False, "allow TF32 in float32 matrix products on CUDA")
     cudnn_benchmark: bool = key(True, "let cuDNN choose its convolution by measuring (off under deterministic)")
     compile_backend: str = key("inductor", "torch.compile backend for compile=true")
+    parallel: str = key("ddp", "several processes: ddp (a copy of the model on each) or fsdp (a share of it on each)")
+    timeout_minutes: float = key(10.0, "how long a process waits for the others before it ends with an error")
     log_seconds: float = key(10.0, "seconds between two progress lines when the output is not a terminal")
     eval_every: int = key(1, "epochs between two evaluations; the last epoch is always evaluated")
     checkpoint_minutes: float = key(10.0, "minutes between two checkpoints inside an epoch")
+    requeue: bool = key(False, "let Slurm start the job again after SIGUSR1 or SIGUSR2 (time limit, preemption)")
     best_metric: str = key("top1", "what decides best.pt: top1 (raw weights) or ema_top1")
     max_nonfinite: int = key(3, "training stops after this many updates in a row with a non-finite loss or gradient")
 
@@ -216,8 +220,11 @@ class EngineConfig:
         _require(
             self.best_metric in metrics, f"engine.best_metric={self.best_metric!r} must be one of {', '.join(metrics)}."
         )
+        kinds = ("ddp", "fsdp")
+        _require(self.parallel in kinds, f"engine.parallel={self.parallel!r} must be one of {', '.join(kinds)}.")
         _require_range(self, "engine.", "eval_every max_nonfinite", 1)
         _require_range(self, "engine.", "log_seconds checkpoint_minutes", 0)
+        _require(self.timeout_minutes > 0, f"engine.timeout_minutes={self.timeout_minutes} must be positive.")
 
 
 @dataclass
@@ -230,6 +237,7 @@ class LoggerConfig:
     entity: str | None = key(None, "W&B entity")
     run_name: str | None = key(None, "W&B run name; default: the run folder's name")
     tags: list[str] = key([], "W&B tags")
+    tensorboard: bool = key(False, "also write TensorBoard event files, to tensorboard/ in the run folder")
 
     def __post_init__(self) -> None:
         modes = ("online", "offline", "disabled")
@@ -257,11 +265,19 @@ class TrainConfig:
     compile: bool = key(False, "torch.compile the model")
     profile: bool = key(False, "profile updates 3 to 7: writes trace.json and a table of the ten costliest operations")
     imports: list[str] = key([], "modules to import first, e.g. your own models or attention mechanisms")
-    init_from: str | None = key(None, "start from the weights of a run folder, a checkpoint file or timm/NAME")
-    reset_head: bool = key(False, "with init_from: start with a new classifier head")
+    allow_change: list[str] = key([], "keys that a run may be continued with anew: epochs, recipe.lr, recipe.min_lr")
+    init_from: str | None = key(
+        None, "start from the weights of a run folder, a checkpoint file, timm/NAME or hf-hub:ORG/MODEL"
+    )
+    reset_head: bool = key(False, "with init_from: start with a new classifier head (needed where the classes differ)")
 
     def __post_init__(self) -> None:
         _require_range(self, "", "epochs max_steps batch_size", 1)
+        for name in self.allow_change:
+            _require(
+                name in CHANGEABLE,
+                f"allow_change={name}: only {', '.join(CHANGEABLE)} may change; anything else is another run.",
+            )
         _require_range(self, "", "seed", 0, 2**32 - 1)
         warmup, epochs = self.recipe.warmup_epochs, self.epochs
         _require(
@@ -278,6 +294,13 @@ class TrainConfig:
             not (self.engine.best_metric == "ema_top1" and self.recipe.ema_decay is None),
             "engine.best_metric=ema_top1 needs recipe.ema_decay.",
         )
+        if self.engine.parallel == "fsdp":
+            for clash, remedy in (
+                (self.recipe.ema_decay is not None, "a weight average; use recipe.ema_decay=null"),
+                (self.engine.precision == "fp16", "the loss scaling of fp16; use engine.precision=bf16"),
+                (self.compile, "compile=true; leave one of them out"),
+            ):
+                _require(not clash, f"engine.parallel=fsdp does not combine with {remedy}.")
         _require(
             self.init_from is not None or not self.reset_head, "reset_head=true has no effect without init_from=..."
         )
@@ -296,6 +319,7 @@ class EvalConfig:
     batch_size: int = key(64, "images per forward pass; has no influence on results")
     crop_pct: float | None = key(None, "share of the resized image that the centre crop keeps")
     interpolation: str | None = key(None, "resize filter")
+    timeout_minutes: float = key(10.0, "how long a process waits for the others before it ends with an error")
     output: str | None = key(None, "folder for the result files; default: the run folder")
     debug: bool = key(False, "show full tracebacks")
     imports: list[str] = key([], "modules to import first")
@@ -309,6 +333,7 @@ class EvalConfig:
         _require(self.precision in PRECISIONS, f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}.")
         _require(self.device in DEVICES, f"device={self.device!r} must be one of {', '.join(DEVICES)}.")
         _require(self.batch_size >= 1, f"batch_size={self.batch_size} must be at least 1.")
+        _require(self.timeout_minutes > 0, f"timeout_minutes={self.timeout_minutes} must be positive.")
 
 
 def leaf_keys(schema: type, prefix: str = "") -> list[str]:

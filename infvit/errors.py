@@ -5,7 +5,13 @@ from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """Something the user can mend. The message says what is wrong, where, and what to do."""
+    """Something the user can mend. The message says what is wrong, where, and what to do.
+
+    Attributes:
+        shown_elsewhere: another process of the run shows the same error, so this one need not.
+    """
+
+    shown_elsewhere = False
 
 
 class ConfigError(UserError, ValueError):

@@ -7,9 +7,12 @@ A damaged image is never replaced by another one. In training its micro-batch is
 mixup partner, so that the others keep theirs; in evaluation it is an error.
 """
 
+import atexit
 import logging
+import multiprocessing
 import random
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +28,7 @@ from infvit.data.source import Source
 from infvit.data.transforms import Transform
 from infvit.errors import DataError
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _logger = logging.getLogger(__name__)
 
 
@@ -121,7 +125,20 @@ def collate_eval(samples: Sequence[Sample | DataError]) -> EvalBatch | DataError
     return EvalBatch(torch.stack([s.image for s in good]), targets, indices)
 
 
-class EvalLoader(DataLoader[Any]):
+class Loader(DataLoader[Any]):
+    """Starts its workers with signals held back, until they ignore them: torch's own handler would end a worker."""
+
+    def __iter__(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            return super().__iter__()  # no signal ever reaches this thread
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class EvalLoader(Loader):
     """Raises in the calling process the error that a worker passed on."""
 
     def __iter__(self) -> Any:
@@ -139,7 +156,7 @@ def build_train_loader(
     Each iteration runs from where `sampler.start` put it to the end of that epoch. Neither the order nor the images
     depend on `num_workers`, and no global generator is touched.
     """
-    return _loader(DataLoader, TrainDataset(source, transform), sampler, collate_train, num_workers, pin_memory)
+    return _loader(Loader, TrainDataset(source, transform), sampler, collate_train, num_workers, pin_memory)
 
 
 def build_eval_loader(
@@ -162,7 +179,7 @@ def build_eval_loader(
 
 
 def _loader(
-    kind: type[DataLoader[Any]],
+    kind: type[Loader],
     dataset: Dataset[Any],
     batches: Iterable[Any],
     collate: Any,
@@ -177,29 +194,45 @@ def _loader(
         persistent_workers=num_workers > 0,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # each iteration draws a seed, by default from the global generator
-        worker_init_fn=_reset_signals,
+        worker_init_fn=_ignore_signals,
     )
 
 
-def _reset_signals(worker: int) -> None:
-    """Undoes what a worker inherits: Ctrl-C reaches the whole process group, but only the main process decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _ignore_signals(worker: int) -> None:
+    """Leaves signals to the main process: they reach the whole process group or job step, and that one saves first.
+
+    Not even a second SIGTERM ends a worker: under Slurm it gets one from scancel and one from torchrun.
+    """
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+
+@atexit.register
+def _kill_workers() -> None:
+    """Ends the workers that are still there when this process ends: they may hang in a file system.
+
+    multiprocessing, which comes after this, would send them a SIGTERM and wait for ever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler takes a killed worker for an accident
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()
 
 
 class DamageLog:
     """Counts damaged files of a run, names each once, and stops the run when there are too many."""
 
-    def __init__(self, most: int) -> None:
-        """`most` is `data.max_damaged`: that many different files may be damaged."""
+    def __init__(self, most: int, seen: list[str]) -> None:
+        """`most` is `data.max_damaged`: that many different files may be damaged. `seen`: those of earlier starts."""
         self.most = most
-        self.seen: set[str] = set()
+        self.seen = seen
 
     def add(self, damaged: Sequence[str]) -> None:
         """Takes `Batch.damaged`. Raises `DataError` above the limit."""
         for message in damaged:
             if message not in self.seen:
-                self.seen.add(message)
+                self.seen.append(message)
                 _logger.warning("Skipped: %s", message)
         if len(self.seen) > self.most:
             raise DataError(

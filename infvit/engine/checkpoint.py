@@ -7,14 +7,15 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from torch import nn
 
 from infvit.errors import CheckpointError, TrainingError
 
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
-FORMAT = 1
+FORMAT = 2
 _WRAPPERS = ("module.", "_orig_mod.")
+_DAMAGE = (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def save(content: dict[str, Any], path: Path, previous: Path | None = None) -> N
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint of ours, or of timm's, on the CPU, without running code from it.
+    """Reads a checkpoint of ours or of timm's, or a safetensors file, on the CPU, without running code from it.
 
     Raises:
         CheckpointError: missing, damaged, or holding more than tensors and plain types.
@@ -52,8 +53,10 @@ def read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}.")
     try:
+        if path.suffix == ".safetensors":
+            return safetensors.torch.load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except (*_DAMAGE, safetensors.SafetensorError) as error:
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"checkpoint {path} is damaged or not a plain one ({reason}).") from error
     if not isinstance(content, dict):
@@ -112,13 +115,13 @@ def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def require_finite(model: nn.Module) -> None:
+def require_finite(weights: dict[str, torch.Tensor]) -> None:
     """Refuses to save weights that are not finite.
 
     Raises:
         TrainingError: names the first such tensor.
     """
-    for name, value in model.state_dict().items():
+    for name, value in weights.items():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise TrainingError(
                 f"{name} is not finite; nothing was saved. Lower recipe.lr or use engine.precision=fp32."

@@ -23,7 +23,8 @@ def select_device(name: str) -> torch.device:
     if not available[name]:
         have = ", ".join(device for device, there in available.items() if there)
         raise ConfigError(f"engine.device={name} is not available on this machine; available: {have}.")
-    return torch.device(name)
+    # With an index: several processes have a GPU each, which `join_processes` made the current one.
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def select_precision(name: str, device: torch.device) -> torch.dtype:
@@ -40,12 +41,12 @@ def autocast(device: torch.device, precision: torch.dtype) -> contextlib.Abstrac
     return torch.autocast(device.type, dtype=precision)
 
 
-def seed_update(seed: int, update: int, device: torch.device) -> None:
-    """Seeds dropout and stochastic depth from (seed, update), so that there is no random state to save.
+def seed_update(seed: int, update: int, device: torch.device, rank: int = 0) -> None:
+    """Seeds dropout and stochastic depth from (seed, update, rank), so that there is no random state to save.
 
     Not by `torch.manual_seed`: for every kind of device that is not in use it queues the call, with its traceback.
     """
-    number = int(np.random.SeedSequence((seed, update, 2)).generate_state(1, np.uint64)[0] >> 1)
+    number = int(np.random.SeedSequence((seed, update, 2, rank)).generate_state(1, np.uint64)[0] >> 1)
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)

@@ -21,20 +21,21 @@ from typing import Any
 import torch
 import yaml
 
-from infvit.config import TrainConfig
+from infvit.config import CHANGEABLE, TrainConfig
 from infvit.engine.record import replace_text
 from infvit.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 # Keys that say where and how to run, not what to compute.
-_NOT_IDENTITY = ("engine", "logger", "run_dir", "fresh", "dry_run", "debug", "profile")
+_NOT_IDENTITY_OF_DATA = ("num_workers", "max_damaged")
+_NOT_IDENTITY = ("engine", "logger", "run_dir", "fresh", "dry_run", "debug", "profile", "allow_change")
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
     """Returns what makes two runs the same run: the configuration without engine, logger and the like."""
     plain = {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
-    plain["data"] = {name: value for name, value in plain["data"].items() if name != "num_workers"}
+    plain["data"] = {name: value for name, value in plain["data"].items() if name not in _NOT_IDENTITY_OF_DATA}
     return plain
 
 
@@ -96,6 +97,8 @@ def _move_aside(path: Path) -> None:
 def check_same_run(config: TrainConfig, path: Path) -> None:
     """Compares the configuration with the one in the folder.
 
+    Keys in `allow_change` may differ; each such change is logged.
+
     Raises:
         ConfigError: the folder belongs to another configuration; the differing keys are named.
     """
@@ -104,18 +107,26 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
         return
     stored = yaml.safe_load(stored_file.read_text())
     old = _flat({name: value for name, value in stored.items() if name not in _NOT_IDENTITY})
-    old.pop("data.num_workers", None)
+    for name in _NOT_IDENTITY_OF_DATA:
+        old.pop(f"data.{name}", None)
     new = _flat(identity(config))
-    changed = [
-        f"{key}: {old.get(key)} -> {new.get(key)}" for key in sorted(old.keys() | new) if old.get(key) != new.get(key)
-    ]
+    differing = {
+        key: f"{key}: {old.get(key)} -> {new.get(key)}"
+        for key in sorted(old.keys() | new)
+        if old.get(key) != new.get(key)
+    }
+    for key in config.allow_change:
+        if key in differing:
+            log.warning("Changed on the way, %s.", differing.pop(key))
     for key, value in _flat(asdict(config.engine)).items():
         if stored.get("engine", {}).get(key, value) != value:
             log.warning("engine.%s was %s when this run started and is %s now.", key, stored["engine"][key], value)
-    if changed:
+    if differing:
+        changeable = [key for key in differing if key in CHANGEABLE]
+        last = f", or allow_change=[{','.join(changeable)}] to go on anyway" if list(differing) == changeable else ""
         raise ConfigError(
-            f"run_dir={path} holds another run ({'; '.join(changed)}). "
-            "Choose another run_dir=..., or fresh=true to move it aside."
+            f"run_dir={path} holds another run ({'; '.join(differing.values())}). "
+            f"Choose another run_dir=..., or fresh=true to move it aside{last}."
         )
 
 

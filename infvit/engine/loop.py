@@ -4,12 +4,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from infvit.attention.infsa import path_decays
@@ -17,9 +17,12 @@ from infvit.config import TrainConfig
 from infvit.data import Batch, DamageLog, TrainSampler
 from infvit.engine import checkpoint
 from infvit.engine.device import autocast, seed_update
+from infvit.engine.loggers import Loggers
+from infvit.engine.parallel import copy_buffers, gradient_sync, is_sharded, local, require_all_gradients, whole
+from infvit.engine.processes import Processes
 from infvit.engine.profiling import TRACE, profiling
 from infvit.engine.progress import Progress
-from infvit.engine.record import WandbLogger, write_history
+from infvit.engine.record import write_history
 from infvit.engine.signals import Interrupted, StopRequest
 from infvit.engine.state import RunState
 from infvit.engine.validate import validate
@@ -31,14 +34,16 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Run:
-    """Everything a run needs: what changes is in `state`, the rest stays as it was built."""
+    """Everything a run needs: what changes of the result is in `state`, the rest stays as it was built."""
 
     config: TrainConfig
     folder: Path
     device: torch.device
     precision: torch.dtype
+    processes: Processes
     state: RunState
     forward: nn.Module  # the model, or its compiled form
+    training: nn.Module  # the same, averaging gradients over the processes
     sampler: TrainSampler
     train_loader: DataLoader[Any]
     val_loader: DataLoader[Any]
@@ -48,7 +53,10 @@ class Run:
     damage: DamageLog
     stop: StopRequest
     after_epoch: Sequence[Callable[[Path], None]] = ()
-    logger: WandbLogger | None = None
+    logger: Loggers | None = None  # on the first process only
+    saved: float = field(default_factory=time.monotonic)  # when the last checkpoint was written
+    save_due: bool = False  # agreed by all processes, as is the next
+    stop_signum: int | None = None
 
     @property
     def last_update(self) -> int:
@@ -61,6 +69,12 @@ class Run:
         """Whether all updates are done and the last epoch is on record."""
         history = self.state.history
         return bool(history) and history[-1]["update"] == self.last_update
+
+    @property
+    def blank(self) -> Tensor:
+        """An image for a process that has none, while the others need it to take part in a forward pass."""
+        size = self.header["img_size"]
+        return torch.zeros(1, self.header["in_chans"], size, size)
 
     @property
     def memory_format(self) -> torch.memory_format:
@@ -97,16 +111,17 @@ def train_epoch(run: Run, epoch: int) -> dict[str, Any]:
     state, engine = run.state, run.config.engine
     first = epoch * run.sampler.updates_per_epoch
     end = min(first + run.sampler.updates_per_epoch, run.last_update)
-    progress = Progress(epoch, run.config.epochs, end - first, state.update - first, engine.log_seconds)
+    progress = Progress(
+        epoch, run.config.epochs, end - first, state.update - first, engine.log_seconds, run.processes.first
+    )
     run.sampler.start(epoch, state.update - first)
     batches = iter(run.train_loader) if state.update < end else iter(())
-    run.forward.train()
-    saved = time.monotonic()
-    profile = run.config.profile and not (run.folder / TRACE).exists()
+    run.training.train()
+    profile = run.config.profile and run.processes.first and not (run.folder / TRACE).exists()
     with progress, profiling(profile, run.folder, run.device) as profile_step:
         while state.update < end:
             lr = run.schedule.set(state.update)
-            seed_update(run.config.seed, state.update, run.device)
+            seed_update(run.config.seed, state.update, run.device, run.processes.rank)
             micro_batches = progress.timed(batches, run.sampler.micro_batches)
             loss, state.grad_norm, images, done = train_update(run, micro_batches)
             if done:
@@ -118,11 +133,7 @@ def train_epoch(run: Run, epoch: int) -> dict[str, Any]:
             state.update += 1
             progress.step(loss, lr, images)
             profile_step()
-            if run.stop:
-                stop_here(run)
-            if time.monotonic() - saved > 60 * engine.checkpoint_minutes:
-                save(run)
-                saved = time.monotonic()
+            stop_or_save(run)
     return {
         "update": state.update,
         "lr": run.schedule.set(state.update - 1),
@@ -136,43 +147,110 @@ def train_epoch(run: Run, epoch: int) -> dict[str, Any]:
 
 
 def train_update(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, float, int, bool]:
-    """Does one update: the gradient of the global batch, summed over its micro-batches, then one optimiser step.
+    """Does one update: the gradient of the global batch, then one optimiser step.
 
     Returns:
         Mean loss, norm of the gradient before clipping, number of images, and whether both were finite; if not, no step
-        was taken and the weights are as they were.
+        was taken and the weights are as they were. The same on all processes.
     """
-    state, recipe, device = run.state, run.config.recipe, run.device
-    total, count = torch.zeros((), device=device), 0
+    state, recipe = run.state, run.config.recipe
     state.optimizer.zero_grad(set_to_none=True)
-    for images, targets, damaged in micro_batches:
-        run.damage.add(damaged)
-        if not len(images):
-            continue  # all of them were damaged
-        images = images.to(device, non_blocking=True, memory_format=run.memory_format)
-        targets = targets.to(device, non_blocking=True)
-        if run.mixup is not None:
-            images, targets = run.mixup(images, targets, state.update)
-        with autocast(device, run.precision):
-            loss = training_loss(run.forward(images), targets, recipe.smoothing)
-        state.scaler.scale(loss / run.config.batch_size).backward()
-        total += loss.detach()
-        count += len(images)
-    if not count:
-        raise DataError(f"update {state.update}: none of its images can be decoded ({damaged[0]}) Mend the data set.")
+    loss_sum, images = add_gradients(run, micro_batches)
     state.scaler.unscale_(state.optimizer)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
-    norm = float(nn.utils.clip_grad_norm_(parameters, recipe.clip_grad or math.inf))
-    loss_mean = float(total) / count
+    norm = float(whole(nn.utils.clip_grad_norm_(parameters, recipe.clip_grad or math.inf)))
+    loss = loss_sum / images
     # The scaler of fp16 finds its scale by running into infinite gradients, and leaves such a step out by itself.
     searching = state.scaler.is_enabled() and state.scaler.get_scale() > 1
-    done = math.isfinite(loss_mean) and (math.isfinite(norm) or searching)
+    done = math.isfinite(loss) and (math.isfinite(norm) or searching)
     if done:
         state.scaler.step(state.optimizer)
         if state.ema is not None:
             state.ema.update(state.model, step=state.update)
     state.scaler.update()
-    return loss_mean, norm, count, done
+    return loss, norm, images, done
+
+
+def add_gradients(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, int]:
+    """Adds up the gradients of the micro-batches of all processes, each image with a weight of 1 / batch_size.
+
+    Returns:
+        Sum of the losses, and number of images.
+
+    Raises:
+        DataError: too many images are damaged, or all of this update.
+    """
+    processes, damaged = run.processes, []
+    total, count = torch.zeros((), device=run.device), 0
+    for number, (images, targets, unreadable) in enumerate(micro_batches, start=1):
+        damaged += unreadable
+        count += len(images)
+        empty = not len(images)  # all of them were damaged
+        if empty:
+            if processes.world_size == 1:
+                continue
+            images, targets = run.blank, torch.zeros(1, dtype=torch.int64)  # the other processes wait for this one
+        images = images.to(run.device, non_blocking=True, memory_format=run.memory_format)
+        targets = targets.to(run.device, non_blocking=True)
+        if run.mixup is not None and not empty:
+            images, targets = run.mixup(images, targets, run.state.update)
+        with gradient_sync(run.training, now=number == run.sampler.micro_batches):
+            with autocast(run.device, run.precision):
+                loss = training_loss(run.training(images), targets, run.config.recipe.smoothing)
+            # Gradients are averaged over the processes, where their sum is meant.
+            weight = 0 if empty else processes.world_size / run.config.batch_size
+            run.state.scaler.scale(loss * weight).backward()
+        total += 0 if empty else loss.detach()
+    loss_sum, images_seen, unreadable_seen = agree(run, float(total), count, len(damaged))
+    if unreadable_seen:
+        note_damaged(run, damaged)
+    if not images_seen:
+        reason = f"update {run.state.update}: none of its images can be decoded ({run.state.damaged[-1]})"
+        raise processes.everywhere(DataError(f"{reason} Mend the data set."))
+    if processes.world_size > 1:
+        require_all_gradients(run.state.model)
+    return loss_sum, int(images_seen)
+
+
+def note_damaged(run: Run, messages: list[str]) -> None:
+    """Notes images that this or another process could not decode.
+
+    Raises:
+        DataError: there are too many of them.
+    """
+    try:
+        for theirs in run.processes.gather(messages):
+            run.damage.add(theirs)
+    except DataError as error:
+        raise run.processes.everywhere(error) from None
+
+
+def agree(run: Run, *sums: float) -> list[float]:
+    """Adds up numbers over the processes, and lets these agree on what one of them knows.
+
+    That is whether to stop, which is so as soon as one was told to, and whether a checkpoint is due, by the clock of
+    the first.
+    """
+    due = time.monotonic() - run.saved > 60 * run.config.engine.checkpoint_minutes
+    table = run.processes.table([*sums, run.stop.signum or 0, due])
+    run.stop_signum = int(table[:, -2].max()) or None
+    run.save_due = bool(table[0, -1])
+    return table[:, :-2].sum(0).tolist()
+
+
+def stop_or_save(run: Run) -> None:
+    """Does what was agreed.
+
+    Raises:
+        Interrupted: asked to stop; the state is saved.
+    """
+    if run.stop_signum is not None:
+        save(run)
+        run.processes.gather(None)  # torchrun ends all as soon as one has left: not before the checkpoint is written
+        reason = f"stopped after update {run.state.update} of {run.last_update}; saved in {run.folder}."
+        raise run.processes.everywhere(Interrupted(run.stop_signum, f"{reason} The same command goes on from there."))
+    if run.save_due:
+        save(run)
 
 
 def note_nonfinite(run: Run, loss: float, lr: float) -> None:
@@ -184,10 +262,9 @@ def note_nonfinite(run: Run, loss: float, lr: float) -> None:
     state, most = run.state, run.config.engine.max_nonfinite
     state.skipped += 1
     state.failures += 1
-    bad = next(
-        (name for name, p in state.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()),
-        "none",
-    )
+    named = ((name, local(p.grad)) for name, p in state.model.named_parameters() if p.grad is not None)
+    mine = next((name for name, gradient in named if not gradient.isfinite().all()), None)
+    bad = next((name for name in run.processes.gather(mine) if name is not None), "none")
     found = (
         f"update {state.update}: loss {loss}, gradient norm {state.grad_norm}, lr {lr:.2e}, "
         f"loss scale {state.scaler.get_scale():g}, first bad gradient: {bad}"
@@ -196,21 +273,24 @@ def note_nonfinite(run: Run, loss: float, lr: float) -> None:
     if state.failures >= most:
         there = (run.folder / checkpoint.LAST).exists()
         kept = f"The last finite checkpoint is kept in {run.folder}" if there else "There is no checkpoint yet"
-        raise TrainingError(
-            f"{state.failures} updates in a row were not finite ({found}). {kept}. "
-            "Lower recipe.lr, set recipe.clip_grad=1, or use engine.precision=fp32."
-        )
+        reason = f"{state.failures} updates in a row were not finite ({found}). {kept}."
+        remedy = "Lower recipe.lr, set recipe.clip_grad=1, or use engine.precision=fp32."
+        raise run.processes.everywhere(TrainingError(f"{reason} {remedy}"))
 
 
 def evaluate(run: Run) -> dict[str, Any]:
     """Scores the raw weights, and the averaged ones where there are any (columns `ema_*`)."""
 
     def between() -> None:
-        if run.stop:
-            stop_here(run)
+        agree(run)
+        stop_or_save(run)
 
     def score(model: nn.Module) -> dict[str, Any]:
-        return validate(model, run.val_loader, run.device, run.precision, run.memory_format, between)
+        copy_buffers(model, run.processes)
+        blank = run.blank if is_sharded(model) else None
+        return validate(
+            model, run.val_loader, run.device, run.precision, run.memory_format, between, run.processes, blank
+        )
 
     start = time.perf_counter()
     row = score(run.forward)
@@ -224,28 +304,16 @@ def evaluate(run: Run) -> dict[str, Any]:
 
 def save(run: Run, best: bool = False) -> None:
     """Writes the checkpoint: all state to `last.pt`, or what is needed to use the model to `best.pt`."""
-    checkpoint.require_finite(run.state.model)
-    content = {**run.header, **run.state.state_dict()}
-    if best:
-        kept = {name: value for name, value in content.items() if name not in ("optimizer", "scaler")}
-        checkpoint.save(kept, run.folder / checkpoint.BEST)
-    else:
-        checkpoint.save(content, run.folder / checkpoint.LAST, previous=run.folder / checkpoint.PREVIOUS)
-
-
-def stop_here(run: Run) -> None:
-    """Saves and leaves.
-
-    Raises:
-        Interrupted: always.
-    """
-    assert run.stop.signum is not None
-    save(run)
-    raise Interrupted(
-        run.stop.signum,
-        f"stopped after update {run.state.update} of {run.last_update}; saved in {run.folder}. "
-        "The same command goes on from there.",
-    )
+    content = {**run.header, **run.state.state_dict()}  # of a sharded model all processes put it together
+    if run.processes.first:
+        checkpoint.require_finite(content["state_dict"])
+        if best:
+            kept = {name: value for name, value in content.items() if name not in ("optimizer", "scaler")}
+            checkpoint.save(kept, run.folder / checkpoint.BEST)
+        else:
+            checkpoint.save(content, run.folder / checkpoint.LAST, previous=run.folder / checkpoint.PREVIOUS)
+    if not best:
+        run.saved = time.monotonic()
 
 
 def write_files(run: Run) -> None:
@@ -257,6 +325,8 @@ def write_files(run: Run) -> None:
 
 def report(run: Run, row: dict[str, Any]) -> None:
     """Writes and shows the metrics of an epoch."""
+    if not run.processes.first:
+        return
     write_files(run)
     if run.logger is not None:
         run.logger.row(row)

@@ -21,11 +21,13 @@ from infvit.data import (
     train_transform,
     unused_keys,
 )
-from infvit.engine import checkpoint
 from infvit.engine.device import select_device, select_precision
 from infvit.engine.folder import default_folder
+from infvit.engine.initial import initial_state
+from infvit.engine.processes import ALONE, Processes
 from infvit.errors import ConfigError, did_you_mean
 from infvit.models.build import build_model, check_forward, count_flops, count_parameters, model_arguments, patch_size
+from infvit.models.weights import match_weights
 from infvit.recipe import Schedule, build_optimizer, peak_lr
 from infvit.recipe.optimizer import inactive_keys
 
@@ -53,6 +55,7 @@ class Plan:
     folder: Path
     device: torch.device
     precision: torch.dtype
+    processes: Processes
     data: Preflight
     img_size: int
     sampler: TrainSampler
@@ -69,15 +72,17 @@ class Plan:
 
     def headline(self) -> list[str]:
         """Returns the first lines of the log: which model, data, recipe, device and folder, and how to change them."""
-        c, sampler = self.config, self.sampler
+        c, sampler, world_size = self.config, self.sampler, self.processes.world_size
+        pieces = f"{sampler.micro_batches} micro-batch{'es' if sampler.micro_batches > 1 else ''}"
+        each = f" on each of {world_size} processes" if world_size > 1 else ""
+        how = f", {world_size} processes, {c.engine.parallel}" if world_size > 1 else ""
         lines = [
             f"model   {c.model.name}" + "".join(f", {k} {v}" for k, v in model_arguments(c.model).items()),
             f"data    {c.data.name}: {len(self.data.train)} training and {len(self.data.val)} held-out images, "
             f"{self.num_classes} classes, {self.img_size} px",
             f"recipe  {c.recipe.name}: {c.epochs} epochs of {sampler.updates_per_epoch} updates, batch {c.batch_size} "
-            f"in {sampler.micro_batches} micro-batch{'es' if sampler.micro_batches > 1 else ''}, peak lr "
-            f"{peak_lr(c.recipe, c.batch_size):.3g}",
-            f"device  {self.device}, {str(self.precision).removeprefix('torch.')}",
+            f"in {pieces}{each}, peak lr {peak_lr(c.recipe, c.batch_size):.3g}",
+            f"device  {self.device.type}, {str(self.precision).removeprefix('torch.')}{how}",
             f"folder  {self.folder}",
         ]
         if c.recipe.repeated_aug > 1:
@@ -98,14 +103,12 @@ class Plan:
         return lines
 
 
-def make_plan(config: TrainConfig) -> Plan:
+def make_plan(config: TrainConfig, processes: Processes = ALONE) -> Plan:
     """Checks the configuration against data, model and machine.
 
     Raises:
         UserError: whatever does not fit.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("training on several processes is not supported yet; start a single one, without torchrun.")
     recipe, device = config.recipe, select_device(config.engine.device)
     backends = torch.compiler.list_backends(exclude_tags=())
     if config.compile and config.engine.compile_backend not in backends:
@@ -113,17 +116,21 @@ def make_plan(config: TrainConfig) -> Plan:
             f"unknown engine.compile_backend={config.engine.compile_backend!r}. "
             f"{did_you_mean(config.engine.compile_backend, backends)}"
         )
-    if config.init_from and not config.init_from.startswith("timm/"):
-        checkpoint.find(config.init_from)
+    folder = Path(config.run_dir) if config.run_dir else default_folder(config)
+    initial = initial_state(config, folder)
     data = preflight(config.data, config.batch_size)
     img_size = resolve_img_size(config.data, data.train.native_size, patch_size(config.model))
-    micro = config.data.micro_batch_size
-    sampler = TrainSampler(len(data.train), config.batch_size, micro, recipe.repeated_aug, config.seed)
+    micro, rank, world_size = config.data.micro_batch_size, processes.rank, processes.world_size
+    sampler = TrainSampler(
+        len(data.train), config.batch_size, micro, recipe.repeated_aug, config.seed, rank, world_size
+    )
     with torch.device("meta"):
         model, ignored = build_model(
             config.model, len(data.classes), config.data.in_chans, img_size, recipe.drop_path, recipe.drop
         )
     check_forward(model, config.model.name, config.data.in_chans, img_size)
+    if initial is not None:  # read again for the run: a plan holds no weights
+        match_weights(model, initial, f"init_from={config.init_from}", reset_head=config.reset_head, transfer=True)
     optimizer = build_optimizer(model, recipe, config.batch_size)
     inactive = {f"recipe.{key}": why for key, why in {**recipe.inactive(), **inactive_keys(recipe)}.items()}
     # A model without a fixed size simply takes images of any; only what was asked for is worth a note.
@@ -132,9 +139,10 @@ def make_plan(config: TrainConfig) -> Plan:
     inactive |= {f"data.{key}": f"data={config.data.name} does not use it" for key in unused_keys(config.data)}
     return Plan(
         config=config,
-        folder=Path(config.run_dir) if config.run_dir else default_folder(config),
+        folder=folder,
         device=device,
         precision=select_precision(config.engine.precision, device),
+        processes=processes,
         data=data,
         img_size=img_size,
         sampler=sampler,

@@ -24,16 +24,19 @@ class Progress:
         updates: updates in the epoch.
         done: updates of it that a resumed run has behind it.
         seconds: time between two plain lines.
+        shown: whether this process shows anything.
     """
 
-    def __init__(self, epoch: int, epochs: int, updates: int, done: int, seconds: float) -> None:
+    def __init__(self, epoch: int, epochs: int, updates: int, done: int, seconds: float, shown: bool = True) -> None:
         self.label = f"epoch {epoch + 1}/{epochs}"
         self.updates, self.done, self.first = updates, done, done
         self.seconds = seconds
         self.waited = 0.0
         self.images = 0
         self.start = self.last_line = time.perf_counter()
-        self.bar = tqdm(total=updates, initial=done, desc=self.label, leave=False) if sys.stderr.isatty() else None
+        self.bar = None
+        if shown and sys.stderr.isatty():
+            self.bar = tqdm(total=updates, initial=done, desc=self.label, leave=False)
 
     def step(self, loss: float, lr: float, images: int) -> None:
         """Counts one update and shows it."""

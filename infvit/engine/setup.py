@@ -10,7 +10,6 @@ import timm
 import torch
 from timm.utils import ModelEmaV3
 
-from infvit.config import TrainConfig
 from infvit.data import (
     DamageLog,
     build_eval_loader,
@@ -18,13 +17,14 @@ from infvit.data import (
 )
 from infvit.engine import checkpoint
 from infvit.engine.device import seed_all
+from infvit.engine.initial import initialise
 from infvit.engine.loop import Run
+from infvit.engine.parallel import replicate, shard
 from infvit.engine.plan import Plan
 from infvit.engine.signals import StopRequest
 from infvit.engine.state import RunState
 from infvit.errors import ConfigError
 from infvit.models.build import build_model, model_arguments
-from infvit.models.weights import load_weights, pretrained_state
 from infvit.recipe import BatchMixup, Schedule, build_optimizer
 from infvit.version import __version__
 
@@ -32,22 +32,29 @@ log = logging.getLogger(__name__)
 
 
 def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Path], None]] = ()) -> Run:
-    """Builds everything, and restores the state of an earlier start of the same run if the folder holds one."""
-    config, device, recipe = plan.config, plan.device, plan.config.recipe
+    """Builds everything, and restores the state of an earlier start of the same run if the folder holds one.
+
+    Without collective operations, so that the processes may fail one by one; `connect` makes them one run.
+    """
+    config, device, recipe, processes = plan.config, plan.device, plan.config.recipe, plan.processes
     seed_all(config.seed)
     model, _ = build_model(
         config.model, plan.num_classes, config.data.in_chans, plan.img_size, recipe.drop_path, recipe.drop
     )
     stored = checkpoint.read_last(plan.folder)
     if config.init_from and stored is None:
-        _initialise(model, config)
+        initialise(model, config)
     if config.engine.grad_checkpointing:
         _checkpoint_gradients(model, config.model.name)
     memory_format = torch.channels_last if config.engine.channels_last else torch.contiguous_format
     model.to(device)
     model.to(memory_format=memory_format)
+    if config.engine.parallel == "fsdp" and processes.world_size > 1:
+        shard(model, config.model.name)
     forward: Any = torch.compile(model, backend=config.engine.compile_backend) if config.compile else model
     optimizer = build_optimizer(model, recipe, config.batch_size)
+    # Before the optimiser gets its old state, which holds the peak rate of then; `allow_change` may have changed it.
+    schedule = Schedule(optimizer, recipe, config.epochs, plan.sampler.updates_per_epoch)
     ema = ModelEmaV3(model, decay=recipe.ema_decay) if recipe.ema_decay is not None else None
     scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == torch.float16)
     state = RunState(model, optimizer, ema, scaler)
@@ -55,24 +62,45 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
         state.load_state_dict(stored)
         log.info("Found the state after update %d in %s.", state.update, plan.folder)
     workers, pin = config.data.num_workers, device.type == "cuda"
-    eval_batch = config.data.micro_batch_size or min(config.batch_size, 256)
-    return Run(
+    eval_batch = config.data.micro_batch_size or min(config.batch_size // processes.world_size, 256)
+    run = Run(
         config=config,
         folder=plan.folder,
         device=device,
         precision=plan.precision,
+        processes=processes,
         state=state,
         forward=forward,
+        training=forward,
         sampler=plan.sampler,
         train_loader=build_train_loader(plan.data.train, plan.train_transform, plan.sampler, workers, pin),
-        val_loader=build_eval_loader(plan.data.val, plan.eval_transform, eval_batch, workers, pin),
-        schedule=Schedule(optimizer, recipe, config.epochs, plan.sampler.updates_per_epoch),
+        val_loader=build_eval_loader(
+            plan.data.val, plan.eval_transform, eval_batch, workers, pin, processes.rank, processes.world_size
+        ),
+        schedule=schedule,
         mixup=BatchMixup(recipe, plan.num_classes, config.seed) if recipe.mixes else None,
         header=_header(plan),
-        damage=DamageLog(config.data.max_damaged),
+        damage=DamageLog(config.data.max_damaged, state.damaged),
         stop=stop,
         after_epoch=after_epoch,
     )
+    if state.update > run.last_update:
+        raise ConfigError(
+            f"epochs={config.epochs} is over after update {run.last_update}, and {plan.folder} is at {state.update} "
+            "already. Choose more epochs, or another run_dir=..."
+        )
+    return run
+
+
+def connect(run: Run) -> None:
+    """Lets the processes train one model.
+
+    Raises:
+        DataError: they did not all find the same state.
+    """
+    where = f"updates of the checkpoint in {run.folder}, which must lie on a shared file system"
+    run.processes.require_same(run.state.update, where)
+    run.training = replicate(run.forward, run.device, run.processes)
 
 
 def _checkpoint_gradients(model: Any, name: str) -> None:
@@ -95,16 +123,3 @@ def _header(plan: Plan) -> dict[str, Any]:
         "config": asdict(config),
         "versions": {"infvit": __version__, "torch": str(torch.__version__), "timm": timm.__version__},
     }
-
-
-def _initialise(model: torch.nn.Module, config: TrainConfig) -> None:
-    """Loads the weights of `init_from`."""
-    source = str(config.init_from)
-    if source.startswith("timm/"):
-        state = pretrained_state(source.removeprefix("timm/"))
-    else:
-        path = checkpoint.find(source)
-        content = checkpoint.read(path)
-        state = checkpoint.unwrapped(content.get("state_dict", content.get("model", content)))  # "model": DeiT's files
-    for note in load_weights(model, state, f"init_from={source}", config.reset_head):
-        log.info("init_from: %s", note)

@@ -70,7 +70,7 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
     model_config = _from_stored(ModelConfig, stored["model"])
     img_size = content["img_size"] if data_overrides.get("img_size") is None else data.img_size
     model, _ = build_model(model_config, content["num_classes"], content["in_chans"], img_size)
-    notes = load_weights(model, checkpoint.unwrapped(state), str(path), reset_head=False)
+    report = load_weights(model, checkpoint.unwrapped(state), str(path))
     return Rebuilt(
         path=path,
         model=model.eval(),
@@ -78,7 +78,7 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
         recipe=_from_stored(RecipeConfig, stored["recipe"]),
         classes=tuple(content["classes"]),
         img_size=img_size,
-        notes=notes,
+        notes=report.changes(),
     )
 
 

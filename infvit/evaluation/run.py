@@ -11,38 +11,44 @@ from typing import Any
 from infvit.config import EvalConfig
 from infvit.engine.device import select_device, select_precision
 from infvit.engine.plan import import_modules
+from infvit.engine.processes import Processes, join_processes
 from infvit.errors import ConfigError, did_you_mean
 from infvit.evaluation.accuracy import accuracy
 from infvit.evaluation.rebuild import Rebuilt, rebuild
 
 log = logging.getLogger(__name__)
 
-EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt], dict[str, Any]]] = {"accuracy": accuracy}
+EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]]] = {"accuracy": accuracy}
 
 
 def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
     """Runs each evaluation of the configuration and writes its result as JSON.
 
     Returns:
-        The results by name of the evaluation.
+        The results by name of the evaluation, on all processes; the first writes and shows them.
 
     Raises:
         UserError: whatever the user can mend.
     """
-    import_modules(config.imports)
-    for name in config.eval:
-        if name not in EVALUATIONS:
-            raise ConfigError(f"unknown eval={name}. {did_you_mean(name, EVALUATIONS)}")
-    device = select_device(config.device)
-    select_precision(config.precision, device)
-    rebuilt = rebuild(str(config.checkpoint), config.weights, config.data)
+    processes = join_processes(config.device, config.timeout_minutes)
+    with processes.together():
+        import_modules(config.imports)
+        for name in config.eval:
+            if name not in EVALUATIONS:
+                raise ConfigError(f"unknown eval={name}. {did_you_mean(name, EVALUATIONS)}")
+        device = select_device(config.device)
+        select_precision(config.precision, device)
+        rebuilt = rebuild(str(config.checkpoint), config.weights, config.data)
+        folder = Path(config.output) if config.output else rebuilt.path.parent
+        if processes.first:
+            folder.mkdir(parents=True, exist_ok=True)
     for note in rebuilt.notes:
         log.info("note  %s", note)
-    folder = Path(config.output) if config.output else rebuilt.path.parent
-    folder.mkdir(parents=True, exist_ok=True)
     results = {}
     for name in config.eval:
-        results[name] = EVALUATIONS[name](config, rebuilt)
+        results[name] = EVALUATIONS[name](config, rebuilt, processes)
+        if not processes.first:
+            continue
         path = folder / f"eval_{name}_{config.weights}_{rebuilt.img_size}px_{_digest(config, rebuilt)}.json"
         path.write_text(json.dumps(results[name], indent=2, allow_nan=False) + "\n")
         print(_table(results[name]))

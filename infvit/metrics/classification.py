@@ -1,5 +1,7 @@
 """Top-1, top-5 and loss over a data set."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -7,11 +9,15 @@ from torch.nn import functional as F
 class ClassificationScores:
     """Sums over samples, so that the result depends neither on the batch size nor on who scored which sample."""
 
-    def __init__(self) -> None:
-        self.images = 0
-        self.top1 = 0
-        self.top5 = 0
-        self.loss = 0.0
+    def __init__(self, totals: Sequence[float] = (0, 0, 0, 0)) -> None:
+        """Starts from the `totals` of others, if there are any."""
+        self.images, self.top1, self.top5 = map(int, totals[:3])
+        self.loss = float(totals[3])
+
+    @property
+    def totals(self) -> tuple[float, ...]:
+        """Numbers of images, of top-1 and of top-5 hits, and the sum of the losses: what can be added up."""
+        return self.images, self.top1, self.top5, self.loss
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         """Adds a batch: logits (B, num_classes) and class indices (B,). A row that is not finite counts as wrong."""

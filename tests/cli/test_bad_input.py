@@ -9,22 +9,27 @@ import os
 import random
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+import submitit
 import timm
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
 from infvit import cli, engine
+from infvit.config import TrainConfig
 from infvit.data import digits
 from infvit.engine.signals import Interrupted
+from infvit.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 # One update of a tiny model on 64 digits: a second.
@@ -128,6 +133,8 @@ BAD: list[tuple[list[str], str]] = [
     (["init_from=timm/resnt18"], "init_from=timm/resnt18: unknown model. Did you mean 'resnet18'"),
     (["reset_head=true"], "reset_head=true has no effect without init_from"),
     (["engine.device=mps"], "engine.device=mps is not available"),
+    (["hydra/launcher=slurm"], "hydra/launcher=slurm submits jobs only with -m, one job too"),
+    (["hydra/launcher=slrum"], "unknown hydra/launcher=slrum. Did you mean 'slurm'"),
 ]
 
 
@@ -259,6 +266,56 @@ def test_nothing_leaks_from_job_to_job(command: Command, tmp_path: Path):
     assert not torch.backends.cuda.matmul.allow_tf32
     assert result("True_0.7") == result("False_0.7") == result("alone") != result("False_0.5")
     assert not [handler for handler in logging.getLogger("infvit").handlers if isinstance(handler, logging.FileHandler)]
+
+
+# Sweeps that are submitted
+
+
+def test_submitting_needs_an_extra(command: Command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_submitit_launcher", None)
+    message = r"hydra/launcher={} needs an optional dependency: pip install 'infvit\[slurm\]'"
+    for name in ("slurm", "submitit_local"):
+        assert_one_line(command("-m", *TINY, f"hydra/launcher={name}"), message.format(name))
+
+
+def test_what_the_launcher_does_not_take(command: Command, monkeypatch):
+    monkeypatch.setattr(submitit, "AutoExecutor", submitit.AutoExecutor)  # put back afterwards, `launch` replaces it
+    for arguments, message in (
+        (["slurm", "hydra.launcher.partitoin=x"], "unknown key 'hydra.launcher.partitoin'. Did you mean 'hydra.launch"),
+        (["submitit_local", "hydra.launcher.nodes=2"], "The jobs could not be submitted: LocalExecutor can use only"),
+        (["slurm"], 'The jobs could not be submitted: Could not detect "srun"'),
+    ):
+        assert_one_line(command("-m", *TINY, f"hydra/launcher={arguments[0]}", *arguments[1:]), message)
+
+
+def test_an_error_is_shown_by_one_process_only(command: Command, monkeypatch):
+    def fail(config, after_epoch):
+        error = Interrupted(15, "saved") if config.seed else UserError("wrong")
+        error.shown_elsewhere = True
+        raise error
+
+    monkeypatch.setattr(engine, "train", fail)
+    for seed, code in ((0, 1), (1, 143)):
+        ended = command(*TINY, f"seed={seed}")
+        assert (ended.code, ended.err) == (code, "")
+
+
+def test_a_job_that_slurm_starts_again_has_no_result(command: Command, monkeypatch):
+    """And a sweep in one Slurm job is started again as a whole: its next job is not begun."""
+    asked: list[int] = []
+
+    def train_and_stop(config, after_epoch):
+        raise Interrupted(signal.SIGUSR1, "saved")
+
+    monkeypatch.setattr(engine, "train", train_and_stop)
+    monkeypatch.setattr(cli, "requeue", lambda signum: asked.append(signum) or True)
+    assert command("-m", *TINY, "seed=1,2", "engine.requeue=true").code == 143
+    assert asked == [signal.SIGUSR1]
+    config = OmegaConf.create({**asdict(TrainConfig()), "engine": {"requeue": True}})
+    with pytest.raises(SystemExit):
+        cli.run_job(config, TrainConfig, lambda config: train_and_stop(config, []))
+    assert cli.run_job(OmegaConf.create(asdict(TrainConfig())), TrainConfig, lambda c: train_and_stop(c, [])) == 143
+    assert len(asked) == 2, "engine.requeue is false"
 
 
 # A process of its own

@@ -42,7 +42,7 @@ def build(*overrides: str) -> TrainConfig:
 
 
 def test_groups_are_the_folders():
-    assert set(cli.GROUPS) == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    assert {*cli.GROUPS, "hydra"} == {path.name for path in CONFIGS.iterdir() if path.is_dir()}
     assert {"model", "data", "recipe", "engine", "logger", "experiment"} == {group for group, _ in FILES}
 
 

@@ -3,8 +3,14 @@
 import contextlib
 import dataclasses
 import logging
+import os
 import pickle
 import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -129,7 +135,7 @@ def test_a_wholly_damaged_micro_batch_is_empty(damaged: DataConfig) -> None:
 
 
 def test_damage_log_names_each_file_once_and_stops(caplog: pytest.LogCaptureFixture) -> None:
-    log = DamageLog(2)
+    log = DamageLog(2, [])
     with caplog.at_level(logging.WARNING, logger="infvit"):
         log.add(["a.jpg: bad.", "b.jpg: bad."])
         log.add(["a.jpg: bad."])
@@ -201,3 +207,61 @@ def test_loading_can_be_sent_to_spawned_workers(damaged: DataConfig, name: str) 
             expected = transform(source.image(original))
         with seeded(original):
             assert torch.equal(back(there.image(original)), expected)
+
+
+HANGING = """
+import os, signal, sys, time
+import torch
+from infvit.data import loader
+
+class Hanging(torch.utils.data.Dataset):
+    def __getitem__(self, index):
+        if index > 1:
+            time.sleep(100)
+        return index
+
+batches = loader._loader(loader.Loader, Hanging(), [[0], [1], [2], [3]], list, 2, False)
+running = iter(batches)
+assert [next(running), next(running)] == [[0], [1]]
+for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    before = signal.signal(signum, signal.SIG_IGN)
+    os.killpg(0, signum)
+    signal.signal(signum, before)
+time.sleep(0.3)
+print(*(worker.pid for worker in running._workers if worker.is_alive()))
+sys.exit(5)
+"""
+
+
+@pytest.mark.slow
+def test_workers_outlive_signals_but_not_their_process() -> None:
+    """Also where they hang, and nobody has told them to end."""
+    command = [sys.executable, "-c", HANGING]
+    done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=60, check=False)
+    workers = [int(pid) for pid in done.stdout.split()]
+    assert len(workers) == 2, done.stderr
+    assert (done.returncode, done.stderr) == (5, "")
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+def test_workers_survive_a_signal_while_they_start() -> None:
+    """Before they ignore signals themselves, which is the first thing of ours that they do."""
+    transform, sampler = train_transform(RecipeConfig(), DIGITS, 16), TrainSampler(60, 20, None, 1, 0)
+    loader = build_train_loader(build_source(DIGITS, "train"), transform, sampler, 2, False)
+    ignore = loader.worker_init_fn
+
+    def late(worker: int) -> None:
+        time.sleep(0.5)
+        ignore(worker)
+
+    loader.worker_init_fn = late
+    batches = iter(loader)
+    for worker in loader._iterator._workers:
+        os.kill(worker.pid, signal.SIGTERM)
+    assert sum(len(batch.targets) for batch in batches) == 60
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
+
+
+def test_loading_in_a_thread_leaves_signals_alone() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        assert same(pool.submit(train_batches, 1).result(), train_batches(0))

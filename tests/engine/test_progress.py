@@ -158,6 +158,19 @@ def test_too_many_damaged_images_end_the_run(damaged: Config) -> None:
         train(damaged({"data.max_damaged": 1}, batch_size=26))
 
 
+def test_damaged_images_are_counted_over_restarts(damaged: Config, load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is named once in a run; a limit that turned out too low may be raised on the way."""
+    train(damaged(epochs=1, batch_size=26))
+    first = load(folder_of(damaged()) / "last.pt")["damaged"]
+    assert len(first) == 2
+    caplog.clear()
+    train(damaged({"data.max_damaged": 2}, epochs=2, batch_size=26, allow_change=["epochs"]))
+    assert not [r for r in caplog.records if "Skipped: " in r.getMessage()]
+    assert load(folder_of(damaged()) / "last.pt")["damaged"] == first
+    with pytest.raises(DataError, match="2 images cannot be decoded"):
+        train(damaged({"data.max_damaged": 1}, epochs=3, batch_size=26, allow_change=["epochs"]))
+
+
 def test_an_update_whose_images_are_all_damaged_is_an_error(tiny: Config, built: Any) -> None:
     from infvit.data import Batch
 

@@ -162,7 +162,7 @@ def test_checkpoints_are_plain_and_say_what_they_are(rich: Config, load: Any, ro
     last, best = load(folder / "last.pt"), load(folder / "best.pt")
     for content in (last, best):
         assert_plain(content)
-        assert content["format"] == 1
+        assert content["format"] == 2
         assert content["arch"] == "infvit_linear_mini"
         assert content["model_args"] == {"gamma": 0.4, "depth": 2, "embed_dim": 24, "num_heads": 2}
         assert (content["num_classes"], content["classes"]) == (3, ["0", "1", "2"])

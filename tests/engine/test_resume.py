@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -195,6 +196,75 @@ def test_another_configuration_is_refused_with_the_difference(tiny: Config) -> N
     train(tiny({"data.num_workers": 1, "engine.log_seconds": 0.0}, max_steps=1, debug=True))
 
 
+def test_epochs_and_rate_change_only_when_asked(
+    tiny: Config, load: Any, rows: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A finished run of 2 epochs goes on to 4; the rows stay, and the rate follows the new schedule."""
+    caplog.set_level(logging.INFO, "infvit")
+    train(tiny())
+    folder = folder_of(tiny())
+    before = rows(folder)
+    with pytest.raises(ConfigError, match=r"\(epochs: 2 -> 4\).*allow_change=\[epochs\] to go on anyway"):
+        train(tiny(epochs=4))
+    longer = tiny({"recipe.lr": 0.02}, epochs=4, allow_change=["epochs", "recipe.lr"])
+    caplog.clear()
+    train(longer)
+    assert "Changed on the way, epochs: 2 -> 4." in caplog.text
+    assert "Changed on the way, recipe.lr: 0.01 -> 0.02." in caplog.text
+    after = rows(folder)
+    assert after[:2] == before
+    assert [row["epoch"] for row in after] == [1, 2, 3, 4]
+    # A cosine over 12 updates from 0.02 to 1e-4, at the last update of an epoch.
+    for row in after[2:]:
+        expected = 1e-4 + 0.5 * (0.02 - 1e-4) * (1 + math.cos(math.pi * (row["update"] - 1) / 12))
+        assert row["lr"] == pytest.approx(expected)
+    assert load(folder / "last.pt")["config"]["epochs"] == 4
+    caplog.clear()
+    train(tiny({"recipe.lr": 0.02}, epochs=4))  # it is that run now
+    assert "Changed on the way" not in caplog.text
+    assert "This run is finished" in caplog.text
+
+
+def test_what_may_not_change_stays_refused(tiny: Config) -> None:
+    train(tiny())
+    with pytest.raises(
+        ConfigError, match=r"\(seed: 0 -> 1\)\. Choose another run_dir=\.\.\., or fresh=true [^,]*aside\.$"
+    ):
+        train(tiny(epochs=4, seed=1, allow_change=["epochs"]))
+    with pytest.raises(ConfigError, match=r"model.attention: None -> softmax"):
+        train(tiny({"model.attention": "softmax"}, epochs=4, allow_change=["epochs"]))
+    with pytest.raises(ConfigError, match=r"model.gamma: None -> 0.3"):
+        train(tiny({"model.gamma": 0.3}))
+    with pytest.raises(
+        ConfigError, match=r"allow_change=model.gamma: only epochs, recipe.lr, recipe.min_lr may change"
+    ):
+        tiny(allow_change=["model.gamma"])
+    with pytest.raises(ConfigError, match=r"epochs=1 is over after update 3, and .* is at 6 already"):
+        train(tiny(epochs=1, allow_change=["epochs"]))
+    assert default_folder(tiny(allow_change=["epochs"])) == default_folder(tiny())
+
+
+def test_a_run_that_is_evaluated_for_long_is_saved_meanwhile(
+    rich: Config, load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All updates of an epoch, when the kill comes in its evaluation."""
+    config = rich({"engine.checkpoint_minutes": 10.0})
+
+    def later(*args: Any) -> Any:
+        run_between = args[5]
+        clock = time.monotonic
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop.time, "monotonic", lambda: clock() + 601)
+            run_between()
+        raise Killed
+
+    monkeypatch.setattr(loop, "validate", later)
+    with pytest.raises(Killed):
+        train(config)
+    content = load(folder_of(config) / "last.pt")
+    assert (content["update"], content["history"]) == (3, [])
+
+
 def test_a_checkpoint_of_another_model_is_refused(tiny: Config) -> None:
     """Also where the record of the configuration is lost."""
     config = tiny(max_steps=1)
@@ -205,7 +275,7 @@ def test_a_checkpoint_of_another_model_is_refused(tiny: Config) -> None:
     content = torch.load(folder_of(config) / "last.pt", weights_only=True)
     torch.save({**content, "format": 99}, folder_of(config) / "last.pt")
     (folder_of(config) / "config.yaml").unlink(missing_ok=True)
-    with pytest.raises(CheckpointError, match="format 99, this version reads 1"):
+    with pytest.raises(CheckpointError, match="format 99, this version reads 2"):
         train(config)
 
 

@@ -20,7 +20,7 @@ from infvit.engine import loop, train
 from infvit.engine.device import autocast, backend_settings, seed_update, select_device, select_precision
 from infvit.engine.plan import import_modules, make_plan
 from infvit.engine.validate import validate
-from infvit.errors import CheckpointError, ConfigError
+from infvit.errors import ConfigError
 
 Config = Callable[..., TrainConfig]
 CPU = torch.device("cpu")
@@ -186,15 +186,6 @@ def test_devices_and_precisions() -> None:
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
-def test_several_processes_are_refused(tiny: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="several processes is not supported yet; start a single one"):
-        train(tiny())
-    assert not Path(str(tiny().run_dir)).exists()
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    train(tiny(max_steps=1))
-
-
 def test_user_modules_are_imported_first(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_models_of_test_settings.py").write_text(
         "import timm, timm.models\n"
@@ -236,27 +227,6 @@ def test_evaluation_rhythm(tiny: Config, rows: Any) -> None:
     """Every second epoch, and the last one whatever its number."""
     train(tiny({"engine.eval_every": 2}, epochs=5, batch_size=26))
     assert ["top1" in row for row in rows(Path(str(tiny().run_dir)))] == [False, True, False, True, True]
-
-
-def test_a_run_can_start_from_the_weights_of_another(tiny: Config, built: Any, load: Any, caplog: Any) -> None:
-    """Of a run folder's best checkpoint; the average starts there too. A run that goes on keeps its own weights."""
-    train(tiny(run="source"))
-    source = tiny(run="source").run_dir
-    state = load(Path(str(source)) / "best.pt")["state_dict"]
-    run = built(tiny(init_from=source))
-    for found in (run.state.model.state_dict(), run.state.ema.module.state_dict()):
-        assert all(torch.equal(value, state[name]) for name, value in found.items())
-    fresh_head = built(tiny(init_from=source, reset_head=True, run="head")).state.model.state_dict()
-    assert [name for name, value in fresh_head.items() if not torch.equal(value, state[name])] == [
-        "head.weight",
-        "head.bias",
-    ]
-    train(tiny(init_from=source, max_steps=2))
-    trained = load(Path(str(tiny().run_dir)) / "last.pt")["state_dict"]
-    again = built(tiny(init_from=source, max_steps=2)).state.model.state_dict()
-    assert all(torch.equal(value, trained[name]) for name, value in again.items())
-    with pytest.raises(CheckpointError, match="no run folder or checkpoint at /no/where"):
-        built(tiny(init_from="/no/where", run="none"))
 
 
 def test_imports_are_found_in_the_folder_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

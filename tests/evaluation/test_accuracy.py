@@ -289,7 +289,7 @@ def test_unknown_evaluations(score: Any) -> None:
 
 
 def test_each_evaluation_gets_its_own_file(score: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(EVALUATIONS, "count", lambda config, rebuilt: {"parameters": 5, "share": 1 / 3})
+    monkeypatch.setitem(EVALUATIONS, "count", lambda config, rebuilt, processes: {"parameters": 5, "share": 1 / 3})
     score(eval=["accuracy", "count"])
     assert json.loads(written_to(tmp_path, "eval_count_raw_16px").read_text()) == {"parameters": 5, "share": 1 / 3}
 

@@ -17,7 +17,7 @@ LAYERS = [
     {"metrics"},
     {"engine"},
     {"evaluation"},
-    {"reports"},
+    {"reports", "cluster"},
     {"cli"},
 ]
 # The package itself registers attention and models; the contract checks for users stand on attention alone.
