@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: train test lint mutants bench docs clean
+.PHONY: train test lint mutants faults bench docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ lint: $(READY)
 
 mutants: $(READY) ## plant bugs one by one; each must fail a test
 	OMP_NUM_THREADS=1 $(RUN)/python tests/mutants/run.py --jobs 2 $(ARGS)
+
+faults: $(READY) ## kill real runs everywhere and compare; ARGS="-k worker" for some, FAULTS_SEED=7 for others
+	FAULTS_WHOLE=1 OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/faults -vv $(ARGS)
 
 bench: $(READY)
 	$(RUN)/python benchmarks/attention.py

@@ -106,6 +106,8 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
     if not stored_file.exists():
         return
     stored = yaml.safe_load(stored_file.read_text())
+    if not isinstance(stored, dict):  # after a power failure, say
+        raise ConfigError(f"{stored_file} is damaged, so it cannot be compared; remove it to go on with this run.")
     old = _flat({name: value for name, value in stored.items() if name not in _NOT_IDENTITY})
     for name in _NOT_IDENTITY_OF_DATA:
         old.pop(f"data.{name}", None)

@@ -265,6 +265,17 @@ def test_a_run_that_is_evaluated_for_long_is_saved_meanwhile(
     assert (content["update"], content["history"]) == (3, [])
 
 
+def test_a_damaged_record_is_named(tiny: Config) -> None:
+    train(tiny(max_steps=1))
+    record = folder_of(tiny()) / "config.yaml"
+    record.write_text("")
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged, .*; remove it to go on with this run"):
+        train(tiny(max_steps=1))
+    record.unlink()
+    train(tiny(max_steps=1))
+    assert "epochs: 2" in record.read_text()
+
+
 def test_a_checkpoint_of_another_model_is_refused(tiny: Config) -> None:
     """Also where the record of the configuration is lost."""
     config = tiny(max_steps=1)
