@@ -77,6 +77,11 @@ def launch(main: Callable[[], Any]) -> None:
             traceback.print_exc()
         _tell(f"error: {explain(error)}")
         sys.exit(1)
+    except OSError as error:  # of Hydra, which makes the folder of a sweep
+        if debug:
+            traceback.print_exc()
+        _tell(f"error: {error.filename}: {error.strerror}. Start it where you may write, or set hydra.sweep.dir=...")
+        sys.exit(1)
     leave_processes(next((code for code in _exit_codes if code), 0))
 
 

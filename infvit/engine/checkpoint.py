@@ -1,8 +1,8 @@
 """Checkpoint files: plain types only, written beside and renamed, the one before kept."""
 
+import contextlib
 import logging
 import os
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ import torch
 from infvit.errors import CheckpointError, TrainingError
 
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
+METRICS = "metrics.jsonl"
 FORMAT = 2
 _WRAPPERS = ("module.", "_orig_mod.")
-_DAMAGE = (RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile)
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +40,12 @@ def save(content: dict[str, Any], path: Path, previous: Path | None = None) -> N
         if previous is not None and path.exists():
             os.replace(path, previous)
         os.replace(temporary, path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror}. Free space or change run_dir=...") from error
+    except (OSError, RuntimeError) as error:  # torch's writer hides the one behind the other
+        cause = next((e for e in (error, error.__cause__, error.__context__) if isinstance(e, OSError)), None)
+        reason = cause.strerror if cause is not None else "it could not be written whole"
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise CheckpointError(f"cannot write {path}: {reason}. Free space or change run_dir=...") from error
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -51,14 +55,22 @@ def read(path: Path) -> dict[str, Any]:
         CheckpointError: missing, damaged, or holding more than tensors and plain types.
     """
     if not path.is_file():
-        raise CheckpointError(f"no checkpoint at {path}.")
+        raise CheckpointError(f"{path} is no file." if path.exists() else f"no checkpoint at {path}.")
     try:
         if path.suffix == ".safetensors":
             return safetensors.torch.load_file(path)
+        if zipfile.is_zipfile(path):  # not so the files of old versions of torch
+            with zipfile.ZipFile(path) as archive:
+                if broken := archive.testzip():  # torch does not look at the checksums
+                    raise zipfile.BadZipFile(f"the checksum of {broken} is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (*_DAMAGE, safetensors.SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"checkpoint {path} is damaged or not a plain one ({reason}).") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # the readers raise errors of many kinds
+        kind = type(error).__name__
+        raise CheckpointError(
+            f"checkpoint {path} is damaged, or holds more than tensors and plain types ({kind})."
+        ) from error
     if not isinstance(content, dict):
         raise CheckpointError(f"checkpoint {path} holds a {type(content).__name__}, not a dictionary.")
     return content
@@ -68,7 +80,7 @@ def read_last(folder: Path) -> dict[str, Any] | None:
     """Reads the newest usable checkpoint of a run folder; None when there is none at all.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is usable.
+        CheckpointError: there are checkpoints, but none is usable; or there are none, where there must have been some.
     """
     damaged: CheckpointError | None = None
     for path in (folder / LAST, folder / PREVIOUS):
@@ -85,6 +97,11 @@ def read_last(folder: Path) -> dict[str, Any] | None:
             return content
     if damaged:
         raise CheckpointError(f"{damaged} No older one is usable; fresh=true moves the folder aside and starts over.")
+    if (folder / METRICS).exists():  # written after the first checkpoint
+        raise CheckpointError(
+            f"{folder} has metrics of a run but neither {LAST} nor {PREVIOUS}. Put one back, or use fresh=true, which "
+            "moves the folder aside and starts over."
+        )
     return None
 
 

@@ -95,9 +95,7 @@ def _move_aside(path: Path) -> None:
 
 
 def check_same_run(config: TrainConfig, path: Path) -> None:
-    """Compares the configuration with the one in the folder.
-
-    Keys in `allow_change` may differ; each such change is logged.
+    """Compares the configuration with the record in the folder.
 
     Raises:
         ConfigError: the folder belongs to another configuration; the differing keys are named.
@@ -108,6 +106,18 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
     stored = yaml.safe_load(stored_file.read_text())
     if not isinstance(stored, dict):  # after a power failure, say
         raise ConfigError(f"{stored_file} is damaged, so it cannot be compared; remove it to go on with this run.")
+    changes(config, stored, path)
+    for key, value in _flat(asdict(config.engine)).items():
+        if stored.get("engine", {}).get(key, value) != value:
+            log.warning("engine.%s was %s when this run started and is %s now.", key, stored["engine"][key], value)
+
+
+def changes(config: TrainConfig, stored: dict[str, Any], path: Path) -> list[str]:
+    """Returns what `allow_change` changes in a run that was started with a stored configuration, as `key: old -> new`.
+
+    Raises:
+        ConfigError: something else differs.
+    """
     old = _flat({name: value for name, value in stored.items() if name not in _NOT_IDENTITY})
     for name in _NOT_IDENTITY_OF_DATA:
         old.pop(f"data.{name}", None)
@@ -117,12 +127,7 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
         for key in sorted(old.keys() | new)
         if old.get(key) != new.get(key)
     }
-    for key in config.allow_change:
-        if key in differing:
-            log.warning("Changed on the way, %s.", differing.pop(key))
-    for key, value in _flat(asdict(config.engine)).items():
-        if stored.get("engine", {}).get(key, value) != value:
-            log.warning("engine.%s was %s when this run started and is %s now.", key, stored["engine"][key], value)
+    allowed = [differing.pop(key) for key in config.allow_change if key in differing]
     if differing:
         changeable = [key for key in differing if key in CHANGEABLE]
         last = f", or allow_change=[{','.join(changeable)}] to go on anyway" if list(differing) == changeable else ""
@@ -130,6 +135,7 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
             f"run_dir={path} holds another run ({'; '.join(differing.values())}). "
             f"Choose another run_dir=..., or fresh=true to move it aside{last}."
         )
+    return allowed
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -77,6 +77,7 @@ class WandbLogger:
                 if mode == "offline":
                     raise RuntimeError(reason) from error
                 log.warning("W&B: %s; logging offline, upload later with: wandb sync %s", reason, folder / "wandb")
+                wandb.teardown()  # its service still holds the id of the failed start
 
     def row(self, row: dict[str, float], figures: dict[str, Image.Image]) -> None:
         """Logs an epoch as one step."""

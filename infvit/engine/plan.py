@@ -45,6 +45,9 @@ def import_modules(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"imports: cannot import {name!r} ({error}); is it on PYTHONPATH?") from error
+        except (Exception, SystemExit) as error:  # it is not our code
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"imports: {name!r} fails ({reason}); debug=true shows where.") from error
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from textwrap import shorten
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -162,7 +163,9 @@ def lost_another(error: Exception) -> str | None:
     """Returns one line for the error that torch raises when another process has gone or does not answer, else None."""
     text = " ".join(str(error).split())
     if have_joined() and re.search(r"onnection (closed|reset|refused)|[Tt]imed? ?out|NCCL|Broken pipe", text):
-        return f"another process of this run has ended or does not answer; what it said tells why. ({text[:150]})"
+        return (
+            f"another process of this run has ended or does not answer; what it said tells why. ({shorten(text, 150)})"
+        )
     return None
 
 

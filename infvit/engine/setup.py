@@ -17,6 +17,7 @@ from infvit.data import (
 )
 from infvit.engine import checkpoint
 from infvit.engine.device import seed_all
+from infvit.engine.folder import changes
 from infvit.engine.initial import initialise
 from infvit.engine.loop import Run
 from infvit.engine.parallel import replicate, shard
@@ -58,7 +59,11 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
     ema = ModelEmaV3(model, decay=recipe.ema_decay) if recipe.ema_decay is not None else None
     scaler = torch.amp.GradScaler(device.type, enabled=plan.precision == torch.float16)
     state = RunState(model, optimizer, ema, scaler)
+    changed: list[str] = []
     if stored is not None:
+        if stored.get("format") == checkpoint.FORMAT:  # else it is refused just below
+            # The record beside it may be lost, or the checkpoint may be that of another run.
+            changed = changes(config, stored["config"], plan.folder)
         state.load_state_dict(stored)
         log.info("Found the state after update %d in %s.", state.update, plan.folder)
     workers, pin = config.data.num_workers, device.type == "cuda"
@@ -84,11 +89,13 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
         stop=stop,
         after_epoch=after_epoch,
     )
-    if state.update > run.last_update:
+    if state.update > run.last_update or (changed and run.finished):
         raise ConfigError(
-            f"epochs={config.epochs} is over after update {run.last_update}, and {plan.folder} is at {state.update} "
-            "already. Choose more epochs, or another run_dir=..."
+            f"nothing is left to train: epochs={config.epochs} ends after update {run.last_update}, and {plan.folder} "
+            f"is at {state.update} already. Choose more epochs (allow_change=[epochs]), or another run_dir=..."
         )
+    for change in changed:
+        log.warning("Changed on the way, %s.", change)
     return run
 
 

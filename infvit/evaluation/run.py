@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -41,7 +42,7 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
         rebuilt = rebuild(str(config.checkpoint), config.weights, config.data)
         folder = Path(config.output) if config.output else rebuilt.path.parent
         if processes.first:
-            folder.mkdir(parents=True, exist_ok=True)
+            _require_writable(folder)
     for note in rebuilt.notes:
         log.info("note  %s", note)
     results = {}
@@ -54,6 +55,20 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
         print(_table(results[name]))
         log.info("written to %s", path)
     return results
+
+
+def _require_writable(folder: Path) -> None:
+    """Makes the folder of the results, before anything is computed.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"results cannot be written to {folder}: {error.strerror}. Choose output=...") from error
 
 
 def _digest(config: EvalConfig, rebuilt: Rebuilt) -> str:

@@ -328,3 +328,9 @@ def test_in_a_process(tmp_path: Path):
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "error: epochs=-1 must be at least 1.\n"
     assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_where_nothing_can_be_written(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    ended = command("-m", *TINY, "seed=0,1", "hydra.sweep.dir=file/sweep")
+    assert_one_line(ended, r"file.*: Not a directory. Start it where you may write, or set hydra.sweep.dir=")

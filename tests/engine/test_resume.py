@@ -4,6 +4,8 @@ import contextlib
 import logging
 import math
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -239,7 +241,9 @@ def test_what_may_not_change_stays_refused(tiny: Config) -> None:
         ConfigError, match=r"allow_change=model.gamma: only epochs, recipe.lr, recipe.min_lr may change"
     ):
         tiny(allow_change=["model.gamma"])
-    with pytest.raises(ConfigError, match=r"epochs=1 is over after update 3, and .* is at 6 already"):
+    with pytest.raises(
+        ConfigError, match=r"nothing is left to train: epochs=1 ends after update 3, and .* is at 6 already"
+    ):
         train(tiny(epochs=1, allow_change=["epochs"]))
     assert default_folder(tiny(allow_change=["epochs"])) == default_folder(tiny())
 
@@ -265,6 +269,54 @@ def test_a_run_that_is_evaluated_for_long_is_saved_meanwhile(
     assert (content["update"], content["history"]) == (3, [])
 
 
+def test_a_finished_run_keeps_its_rate(tiny: Config, load: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Its result is that of the old one."""
+    train(tiny())
+    folder = folder_of(tiny())
+    before = (folder / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"nothing is left to train: epochs=2 ends after update 6"):
+        train(tiny({"recipe.lr": 0.02}, allow_change=["recipe.lr"]))
+    assert (folder / "config.yaml").read_text() == before
+    assert "Changed on the way" not in caplog.text
+    assert "Changed on the way" not in (folder / "train.log").read_text()
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(tiny: Config) -> None:
+    """Put there by hand, or beside a record that is lost."""
+    train(tiny(max_steps=1))
+    (folder_of(tiny()) / "config.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"holds another run \(seed: 0 -> 5\)"):
+        train(tiny(max_steps=1, seed=5))
+
+
+def test_metrics_without_a_checkpoint_do_not_start_over(tiny: Config, rows: Any) -> None:
+    train(tiny())
+    folder = folder_of(tiny())
+    for name in ("last.pt", "previous.pt"):
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=r"has metrics of a run but neither last.pt nor previous.pt"):
+        train(tiny())
+    assert len(rows(folder)) == 2
+    train(tiny(fresh=True))
+
+
+def test_a_disk_that_fills_up_is_one_line(tiny: Config, ranks: Callable[..., list[Any]], load: Any) -> None:
+    """Torch's writer turns the error of the system into one of its own."""
+    train(tiny(epochs=1))
+    config = tiny(epochs=2, allow_change=["epochs"])
+
+    def work(rank: int) -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
+        train(config)
+
+    (ended,) = ranks(1, work)
+    assert ended.error == "CheckpointError"
+    assert re.search(r"cannot write .*(last|best).pt: .*Free space or change run_dir", ended.message)
+    assert load(folder_of(config) / "last.pt")["update"] == 3
+    assert not list(folder_of(config).glob("*.tmp"))
+
+
 def test_a_damaged_record_is_named(tiny: Config) -> None:
     train(tiny(max_steps=1))
     record = folder_of(tiny()) / "config.yaml"
@@ -277,17 +329,21 @@ def test_a_damaged_record_is_named(tiny: Config) -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tiny: Config) -> None:
-    """Also where the record of the configuration is lost."""
-    config = tiny(max_steps=1)
-    train(config)
-    (folder_of(config) / "config.yaml").unlink()
+    """Also where the record of the configuration is lost, or wrong."""
+    train(tiny(max_steps=1))
+    folder = folder_of(tiny())
+    (folder / "config.yaml").unlink()
+    deeper = {"depth": 2, "embed_dim": 24, "num_heads": 2}
+    with pytest.raises(ConfigError, match=r"model.args.depth: 1 -> 2"):
+        train(tiny({"model.args": deeper}, max_steps=1))
+    content = torch.load(folder / "last.pt", weights_only=True)
+    content["config"]["model"]["args"] = deeper
+    torch.save(content, folder / "last.pt")
     with pytest.raises(CheckpointError, match="not of this run"):
-        train(tiny({"model.args": {"depth": 2, "embed_dim": 24, "num_heads": 2}}, max_steps=1))
-    content = torch.load(folder_of(config) / "last.pt", weights_only=True)
-    torch.save({**content, "format": 99}, folder_of(config) / "last.pt")
-    (folder_of(config) / "config.yaml").unlink(missing_ok=True)
+        train(tiny({"model.args": deeper}, max_steps=1))
+    torch.save({**content, "format": 99}, folder / "last.pt")
     with pytest.raises(CheckpointError, match="format 99, this version reads 2"):
-        train(config)
+        train(tiny(max_steps=1))
 
 
 def test_fresh_moves_the_old_run_aside(tiny: Config, load: Any) -> None:
@@ -367,10 +423,20 @@ def test_a_child_that_outlives_a_run_does_not_hold_its_folder(tiny: Config) -> N
 
 def damage(path: Path, how: str) -> None:
     content = path.read_bytes()
-    path.write_bytes({"half": content[: len(content) // 2], "empty": b"", "text": b"not a checkpoint"}[how])
+    middle = len(content) // 2
+    flipped = bytes(255 - byte for byte in content[middle : middle + 64])
+    path.write_bytes(
+        {
+            "half": content[:middle],
+            "empty": b"",
+            "text": b"not a checkpoint",
+            "table": b"epoch,update\n1,3\n",
+            "flipped": content[:middle] + flipped + content[middle + 64 :],
+        }[how]
+    )
 
 
-@pytest.mark.parametrize("how", ["half", "empty", "text"])
+@pytest.mark.parametrize("how", ["half", "empty", "text", "table", "flipped"])
 def test_a_damaged_checkpoint_is_skipped_for_the_older(
     rich: Config, straight: Any, outcome: Any, same: Any, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -409,6 +475,22 @@ def test_a_full_disk_leaves_both_checkpoints(tiny: Config, load: Any) -> None:
     with pytest.raises(CheckpointError, match=r"cannot write .*last.pt: No space left"):
         checkpoint.save({"big": torch.zeros(100_000)}, folder / "last.pt", folder / "previous.pt")
     assert [load(folder / name)["update"] for name in ("last.pt", "previous.pt")] == [6, 3]
+
+
+def test_what_torch_makes_of_a_full_disk(tiny: Config, load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer finds less in the file than it wrote, and says so in an error of its own."""
+    train(tiny())
+    folder = folder_of(tiny())
+
+    def half(content: Any, file: Any) -> None:
+        file.write(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 344064 vs 343952")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(CheckpointError, match=r"cannot write .*last.pt: it could not be written whole. Free space"):
+        checkpoint.save({}, folder / "last.pt", folder / "previous.pt")
+    assert [load(folder / name)["update"] for name in ("last.pt", "previous.pt")] == [6, 3]
+    assert not list(folder.glob("*.tmp"))
 
 
 def test_a_second_ctrl_c_does_not_wait() -> None:

@@ -186,6 +186,19 @@ def test_devices_and_precisions() -> None:
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
 
 
+@pytest.mark.parametrize("code", ["raise ValueError('mine')", "this is no Python", "import sys; sys.exit(0)"])
+def test_user_modules_that_fail_are_named(
+    tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    (tmp_path / "fails_in_test_settings.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ConfigError, match=r"imports: 'fails_in_test_settings' fails \((ValueError: mine|Syntax|System)"
+    ):
+        train(tiny(imports=["fails_in_test_settings"]))
+    assert not Path(str(tiny().run_dir)).exists()
+
+
 def test_user_modules_are_imported_first(tiny: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_models_of_test_settings.py").write_text(
         "import timm, timm.models\n"

@@ -48,7 +48,7 @@ class FakeRun:
 @pytest.fixture
 def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stands for the package; `runs` are the runs it started, `key` whether there is one."""
-    fake = types.SimpleNamespace(runs=[], key=True, Settings=dict, Image=lambda image: image)
+    fake = types.SimpleNamespace(runs=[], key=True, Settings=dict, teardown=lambda: None, Image=lambda image: image)
 
     def init(**arguments: Any) -> FakeRun:
         fake.runs.append(FakeRun(**arguments))
@@ -103,6 +103,25 @@ def test_wandb_is_told_an_absolute_folder(
     monkeypatch.chdir(tmp_path)
     train(tiny({"logger.wandb": True, "run_dir": "relative"}, max_steps=1))
     assert fake_wandb.runs[0].arguments["dir"] == str(tmp_path / "relative")
+
+
+def test_a_server_that_does_not_answer(tiny: Config, fake_wandb: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """W&B's service keeps the id of a start that failed, and would refuse the offline run of the same id."""
+    original, in_use = fake_wandb.init, set()
+
+    def init(**arguments: Any) -> FakeRun:
+        if arguments["id"] in in_use:
+            raise RuntimeError("run ID is in use")
+        in_use.add(arguments["id"])
+        if arguments["mode"] == "online":
+            raise TimeoutError("context deadline exceeded")
+        return original(**arguments)
+
+    fake_wandb.init, fake_wandb.teardown = init, in_use.clear
+    train(tiny({"logger.wandb": True}, max_steps=1))
+    assert [run.arguments["mode"] for run in fake_wandb.runs] == ["offline"]
+    (warning,) = warnings_of(caplog)
+    assert "online mode failed (context deadline exceeded); logging offline" in warning
 
 
 def test_without_a_key_wandb_goes_offline(tiny: Config, fake_wandb: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -216,10 +216,10 @@ def test_a_foreign_checkpoint(score: Any, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
             score(tmp_path / "foreign.pt")
     torch.save({"path": Path("x")}, tmp_path / "foreign.pt")
-    with pytest.raises(CheckpointError, match="damaged or not a plain one"):
+    with pytest.raises(CheckpointError, match="damaged, or holds more than tensors and plain types"):
         score(tmp_path / "foreign.pt")
     (tmp_path / "foreign.pt").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="damaged or not a plain one"):
+    with pytest.raises(CheckpointError, match="damaged, or holds more than tensors and plain types"):
         score(tmp_path / "foreign.pt")
 
 
@@ -341,3 +341,9 @@ def test_other_data_with_the_classes_of_the_checkpoint(score: Any, folders: Path
     assert (result["data"], result["classes"]) == ("folder", 10)
     with pytest.raises(DataError, match="does not exist"):
         score(data={"name": "folder", "root": "/no/such/place"})
+
+
+def test_a_place_that_cannot_be_written_is_found_first(score: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"results cannot be written to .*file/out: Not a directory. Choose output="):
+        score(output=str(tmp_path / "file" / "out"))
