@@ -18,6 +18,7 @@ from infvit.config import EvalConfig
 from infvit.evaluation import evaluate
 
 WNIDS = ImageNetInfo("imagenet-1k").label_names()
+FILE = "ILSVRC2012_val_{:08d}.JPEG"
 
 
 def colour(index: int) -> tuple[int, int, int]:
