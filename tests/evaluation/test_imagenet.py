@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from imagenet_trees import FILE, WNIDS, paint, score
+from imagenet_trees import FILE, WNIDS, colour, paint, score
 from PIL import Image
 from scipy.stats import binomtest
 from timm.data import ImageNetInfo, RealLabelsImagenet
@@ -103,10 +103,20 @@ def test_logits_are_restricted_to_the_classes_of_the_set(root: Path, tmp_path: P
     for i in lacking[:5]:
         paint(tmp_path / "imagenet-a" / WNIDS[i - 1] / "x.jpg", i)
     assert score(tmp_path, "imagenet_a", tmp_path)["imagenet_a"]["images"] == 5
+    painted = {WNIDS[i - 1]: np.array(colour(i)) for i in lacking[:5]}
     (path,) = (tmp_path / "out").glob("predictions_imagenet_a_*.csv")
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             assert set(row["top5_classes"].split("|")) <= set(wnids)
+            far = {wnid: np.square(colour(WNIDS.index(wnid)) - painted[row["label"]]).sum() for wnid in wnids}
+            assert far[row["prediction"]] == min(far.values())
+
+
+def test_any_of_the_real_labels_is_right(tmp_path: Path) -> None:
+    """ReaL has 970 and 795 for the second validation image."""
+    for said, right in ((970, 100.0), (795, 100.0), (796, 0.0)):
+        paint(tmp_path / "val" / WNIDS[970] / FILE.format(2), said)
+        assert score(tmp_path, "imagenet_real", tmp_path)["imagenet_real"]["top1"] == right
 
 
 @pytest.mark.parametrize("kind", ["integers", "wnids"])
