@@ -45,17 +45,18 @@ def register_configs(arguments: Sequence[str] | None = None) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="train_schema", node=_schema(TrainConfig, "model.args"))
-    store.store(name="eval_schema", node=_schema(EvalConfig, "data"))
+    store.store(name="eval_schema", node=_schema(EvalConfig, "data", "roots", "model.args"))
     if not any("timm/" in argument or "experiment" in argument for argument in arguments or sys.argv):
         return  # Hydra copies its store several times: these 1,400 entries would cost every start a second
     for name in timm.list_models():
         store.store(group="model/timm", name=name, node={"name": name}, package="model")
 
 
-def _schema(schema: type, free: str) -> DictConfig:
+def _schema(schema: type, *free: str) -> DictConfig:
     """Returns the typed tree, in which keys below `free` can be set without a `+`: they have no defaults."""
     node = OmegaConf.structured(schema)
-    OmegaConf.set_struct(OmegaConf.select(node, free), False)
+    for key in free:
+        OmegaConf.set_struct(OmegaConf.select(node, key), False)
     return node
 
 
@@ -223,7 +224,7 @@ def explain(error: Exception) -> str:
 
 def _known_keys() -> list[str]:
     if Path(sys.argv[0]).name == "eval.py":
-        return leaf_keys(EvalConfig)
+        return [*leaf_keys(EvalConfig), "model"]
     return [*leaf_keys(TrainConfig), *GROUPS]
 
 

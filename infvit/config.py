@@ -12,6 +12,8 @@ from infvit.errors import ConfigError
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 WEIGHTS = ("raw", "ema")
+STANDALONE = ("check", "compare")
+"""What `eval.py` does without a model."""
 CHANGEABLE = ("epochs", "recipe.lr", "recipe.min_lr")
 ELSEWHERE = {
     "img_size": "data.img_size",
@@ -73,6 +75,7 @@ class DataConfig:
     reader: str | None = key(None, "timm reader for data=timm, e.g. torch/cifar10, hfds/NAME, wds/PATTERN")
     train_split: str = key("train", "name of the training split")
     val_split: str = key("validation", "name of the held-out split")
+    classes: str | None = key(None, "file with one class name a line: only these classes, in this order (ImageNet-100)")
     num_classes: int | None = key(None, "number of classes; needed only where the data set cannot tell")
     img_size: int | None = key(None, "image side in pixels; the model follows. Default: the data set's own size")
     in_chans: int = key(3, "image channels: 3 (RGB) or 1 (grey)")
@@ -310,28 +313,41 @@ class TrainConfig:
 class EvalConfig:
     """Everything `eval.py` knows. Keys left at null are taken from the checkpoint."""
 
-    checkpoint: str | None = key(None, "run folder, or checkpoint file of a run")
-    eval: Any = key("accuracy", "what to evaluate: a name, or a list of names")
+    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
+    checkpoint: str | None = key(None, "run folder, checkpoint file of a run, timm/NAME, or with model=... any weights")
+    eval: Any = key("accuracy", "what to evaluate: a name, or a list of names (docs/imagenet.md); check; compare")
     weights: str = key("raw", "raw or ema")
     data: dict[str, Any] = key({}, "data keys that replace those of the checkpoint")
+    roots: dict[str, Any] = key({}, "folder of one ImageNet set outside data.root, e.g. `roots.imagenet_a=/data/a`")
+    runs: list[str] = key([], "for eval=compare: two run folders, or two files of predictions")
+    on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
     device: str = key("auto", "auto, cpu, cuda or mps")
     precision: str = key("auto", "auto, fp32, bf16 or fp16")
     batch_size: int = key(64, "images per forward pass; has no influence on results")
     crop_pct: float | None = key(None, "share of the resized image that the centre crop keeps")
     interpolation: str | None = key(None, "resize filter")
     timeout_minutes: float = key(10.0, "how long a process waits for the others before it ends with an error")
-    output: str | None = key(None, "folder for the result files; default: the run folder")
+    output: str | None = key(None, "folder for the result files; default: the run folder, or runs/timm-NAME")
     debug: bool = key(False, "show full tracebacks")
     imports: list[str] = key([], "modules to import first")
 
     def __post_init__(self) -> None:
         self.eval = [self.eval] if isinstance(self.eval, str) else self.eval
+        _require(len(self.eval) > 0, "eval=[] names nothing to evaluate.")
+        for name in STANDALONE:
+            _require(name not in self.eval or self.eval == [name], f"eval={name} stands alone; leave the others out.")
         _require(
-            self.checkpoint is not None, "checkpoint=... is missing: name a run folder, e.g. checkpoint=runs/my_run."
+            self.eval[0] in STANDALONE or self.checkpoint is not None or bool(self.model.name),
+            "checkpoint=... is missing: name a run folder, e.g. checkpoint=runs/my_run, or model=timm/NAME.",
         )
+        compares = self.eval == ["compare"]
+        _require(not compares or len(self.runs) == 2, "eval=compare needs two runs: 'runs=[runs/first,runs/second]'.")
+        _require(compares or not self.runs, "runs=... is for eval=compare; name one run with checkpoint=...")
         _require(self.weights in WEIGHTS, f"weights={self.weights!r} must be one of {', '.join(WEIGHTS)}.")
         _require(self.precision in PRECISIONS, f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}.")
         _require(self.device in DEVICES, f"device={self.device!r} must be one of {', '.join(DEVICES)}.")
+        choices = ("error", "exclude")
+        _require(self.on_damaged in choices, f"on_damaged={self.on_damaged!r} must be one of {', '.join(choices)}.")
         _require(self.batch_size >= 1, f"batch_size={self.batch_size} must be at least 1.")
         _require(self.timeout_minutes > 0, f"timeout_minutes={self.timeout_minutes} must be positive.")
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from infvit.config import DataConfig
+from infvit.data.class_list import choose_classes, read_class_list
 from infvit.data.digit_scenes import DigitScenes
 from infvit.data.digits import Digits
 from infvit.data.folders import folder_source, imagenet_source
@@ -55,6 +56,12 @@ def build_source(data: DataConfig, split: Split, classes: Sequence[str] | None =
     if data.name not in DATASETS:
         raise ConfigError(f"data={data.name} is unknown. {did_you_mean(data.name, DATASETS)}")
     build = DATASETS[data.name]
+    if data.classes is not None:
+        source = build(data, split, None)
+        if classes is None:
+            known = source.classes if split == "train" else build(data, "train", None).classes
+            classes = read_class_list(data.classes, known)
+        return choose_classes(source, classes)
     if classes is None and split == "val":
         classes = build(data, "train", None).classes
     return build(data, split, classes)

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from timm.data import ImageNetInfo
 from timm.data.readers.img_extensions import get_img_extensions
 
 from infvit.config import DataConfig
 from infvit.data.decode import Opens
+from infvit.data.ground_truth import GROUND_TRUTH, ground_truth, imagenet_classes
 from infvit.data.source import FileSource, Split, class_order, label_map, natural_key, shown
 from infvit.data.tars import tar_members
 from infvit.errors import ConfigError, DataError
@@ -27,7 +27,7 @@ class Listing:
     """What was found in a split: the files of each class, and what was passed over."""
 
     files: dict[str, list[str | Opens]] = field(default_factory=dict)
-    stray: int = 0
+    stray: list[str | Opens] = field(default_factory=list)
     hidden: int = 0
     repeated: list[str] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Listing:
         if self.hidden:
             lines.append(f"{where}: skipped {self.hidden} hidden files or folders (leading dot, or __MACOSX).")
         if self.stray:
-            lines.append(f"{where}: ignored {self.stray} images outside the class folders.")
+            lines.append(f"{where}: ignored {len(self.stray)} images outside the class folders.")
         if self.repeated:
             lines.append(f"{where}: skipped links to folders already read, or in a circle: {shown(self.repeated)}.")
         return lines
@@ -60,13 +60,52 @@ def folder_source(data: DataConfig, split: Split, classes: Sequence[str] | None)
         DataError: Something is missing, a class is unknown, or there is no image.
     """
     path = split_path(data, split)
-    listing = scan_tars([path]) if path.is_file() else scan_folders(path)
-    if not listing.files and path.is_dir() and (tars := sorted(path.glob("*.tar"), key=lambda p: natural_key(p.name))):
-        listing = scan_tars(tars)
+    return _labelled(data, path, scan(path), classes, "sort the images into one folder per class")
+
+
+def imagenet_source(data: DataConfig, split: Split, classes: Sequence[str] | None) -> FileSource:
+    """Reads ImageNet-1K: as `folder_source`, with labels from the fixed list of its 1000 WordNet ids.
+
+    The images of a flat folder or tar file get theirs from the ground-truth files (`ground_truth`).
+    """
+    path = split_path(data, split)
+    remedy = f"sort the images into one folder per class, or add {GROUND_TRUTH}"
+    return _labelled(data, path, scan_imagenet(path), imagenet_classes() if classes is None else classes, remedy)
+
+
+def scan(path: Path) -> Listing:
+    """Lists class folders, the tar file at `path`, or the tar files in it."""
+    if path.is_file():
+        return scan_tars([path])
+    listing = scan_folders(path)
+    tars = sorted(path.glob("*.tar"), key=lambda p: natural_key(p.name))
+    return scan_tars(tars) if tars and not listing.files else listing
+
+
+def scan_imagenet(path: Path) -> Listing:
+    """Lists class folders as `scan` does, or a flat split, sorted into classes by the ground-truth files beside it.
+
+    Raises:
+        DataError: An image of a flat split is not in the ground truth.
+    """
+    listing = scan(path)
+    truth = None if listing.files or not listing.stray else ground_truth(path)
+    if truth is not None:
+        flat, listing.stray = listing.stray, []
+        for file in sorted(flat, key=lambda file: natural_key(str(file))):
+            stem = os.path.splitext(os.path.basename(str(file)))[0]
+            if stem not in truth:
+                raise DataError(f"{file} is not in the ground truth of ImageNet's validation images; remove it.")
+            listing.add(truth[stem], [file])
+    return listing
+
+
+def _labelled(data: DataConfig, path: Path, listing: Listing, classes: Sequence[str] | None, remedy: str) -> FileSource:
+    """Labels the files of a listing by the class list; None makes the list that of the folders found."""
     if not listing.files:
         raise DataError(
-            f"{path} has no class folders (found {listing.stray} images directly in it): "
-            "sort the images into one folder per class, named as in the training split."
+            f"{path} has no class folders (found {len(listing.stray)} images directly in it): {remedy}, "
+            "named as in the training split."
         )
     names = class_order(list(listing.files))
     index = label_map(names, classes, f"{path}, class folders")
@@ -78,11 +117,6 @@ def folder_source(data: DataConfig, split: Split, classes: Sequence[str] | None)
         )
     targets = [index[name] for name in names for _ in listing.files[name]]
     return FileSource(files, targets, names if classes is None else classes, data.in_chans, listing.warnings(str(path)))
-
-
-def imagenet_source(data: DataConfig, split: Split, classes: Sequence[str] | None) -> FileSource:
-    """Reads ImageNet-1K: as `folder_source`, with labels from the fixed list of its 1000 WordNet ids."""
-    return folder_source(data, split, ImageNetInfo("imagenet-1k").label_names() if classes is None else classes)
 
 
 def split_path(data: DataConfig, split: Split) -> Path:
@@ -127,7 +161,7 @@ def scan_folders(root: Path) -> Listing:
     """Lists the class folders of a split. Links are followed, each real folder once, under the link's name."""
     listing = Listing()
     entries = [entry for entry in os.scandir(root) if not _skip(entry, listing)]
-    listing.stray = sum(entry.is_file() and is_image(entry.name) for entry in entries)
+    listing.stray = [entry.path for entry in entries if entry.is_file() and is_image(entry.name)]
     folders = sorted((e for e in entries if e.is_dir()), key=lambda e: (e.is_symlink(), natural_key(e.name)))
     # A link may lead to another class, or above the root; both would count images twice.
     real = os.path.realpath(root)
@@ -184,7 +218,7 @@ def scan_tars(paths: Sequence[Path]) -> Listing:
                 elif len(paths) > 1:
                     listing.add(path.stem, [member])
                 else:
-                    listing.stray += 1
+                    listing.stray.append(member)
     for files in listing.files.values():
         files.sort(key=lambda file: natural_key(str(file)))
     return listing

@@ -4,7 +4,8 @@ Not timm's `create_loader`: it takes no sampler, and its augmentation draws from
 view, so that a resumed run cannot see what the unbroken one saw. Here each view is seeded by itself.
 
 A damaged image is never replaced by another one. In training its micro-batch is returned without it, and without its
-mixup partner, so that the others keep theirs; in evaluation it is an error.
+mixup partner, so that the others keep theirs; in evaluation it is an error, or left out and
+named when that is asked for.
 """
 
 import atexit
@@ -42,11 +43,13 @@ class Batch(NamedTuple):
 
 
 class EvalBatch(NamedTuple):
-    """An evaluation batch of n images: float32 (n, C, H, W), int64 (n,), and their indices in the split, int64 (n,)."""
+    """An evaluation batch of n images: float32 (n, C, H, W), int64 (n,), their indices in the split, int64 (n,), and a
+    message, naming the file, for each image left out as damaged. At n = 0, `images` has the shape (0,)."""
 
     images: Tensor
     targets: Tensor
     indices: Tensor
+    damaged: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -114,15 +117,13 @@ def collate_train(samples: Sequence[Sample | DataError]) -> Batch:
     return Batch(images, torch.tensor([s.target for s in good], dtype=torch.int64), damaged)
 
 
-def collate_eval(samples: Sequence[Sample | DataError]) -> EvalBatch | DataError:
-    """Stacks a batch, or passes on the first error in it."""
-    good = []
-    for sample in samples:
-        if isinstance(sample, DataError):
-            return sample
-        good.append(sample)
-    targets, indices = torch.tensor([s.target for s in good]), torch.tensor([s.index for s in good])
-    return EvalBatch(torch.stack([s.image for s in good]), targets, indices)
+def collate_eval(samples: Sequence[Sample | DataError]) -> EvalBatch:
+    """Stacks a batch, leaving out damaged images."""
+    good = [s for s in samples if isinstance(s, Sample)]
+    damaged = [str(s) for s in samples if isinstance(s, DataError)]
+    images = torch.stack([s.image for s in good]) if good else torch.empty(0)
+    targets = torch.tensor([s.target for s in good], dtype=torch.int64)
+    return EvalBatch(images, targets, torch.tensor([s.index for s in good], dtype=torch.int64), damaged)
 
 
 class Loader(DataLoader[Any]):
@@ -139,12 +140,12 @@ class Loader(DataLoader[Any]):
 
 
 class EvalLoader(Loader):
-    """Raises in the calling process the error that a worker passed on."""
+    """Raises in the calling process what a worker found damaged."""
 
     def __iter__(self) -> Any:
         for batch in super().__iter__():
-            if isinstance(batch, DataError):
-                raise batch
+            if batch.damaged:
+                raise DataError(batch.damaged[0])
             yield batch
 
 
@@ -167,15 +168,24 @@ def build_eval_loader(
     pin_memory: bool,
     rank: int = 0,
     world_size: int = 1,
+    exclude_damaged: bool = False,
 ) -> DataLoader[EvalBatch]:
     """Returns a loader of this process's share of a split (`EvalBatch`).
 
     Over all processes each image comes exactly once: nothing is padded, the last batch may be smaller, and a process
-    may have no batch at all. A damaged image raises `DataError` with its path when its batch is reached.
+    may have no batch at all. A damaged image raises `DataError` with its path when its batch is reached, or is left out
+    and named in `EvalBatch.damaged`.
     """
     mine = range(rank, len(source), world_size)
     batches = [mine[at : at + batch_size] for at in range(0, len(mine), batch_size)]
-    return _loader(EvalLoader, EvalDataset(source, transform), batches, collate_eval, num_workers, pin_memory)
+    return _loader(
+        Loader if exclude_damaged else EvalLoader,
+        EvalDataset(source, transform),
+        batches,
+        collate_eval,
+        num_workers,
+        pin_memory,
+    )
 
 
 def _loader(

@@ -74,6 +74,36 @@ class FileSource:
         return str(self.files[index])
 
 
+class Selection:
+    """Some images of another `Source`, with labels of their own."""
+
+    def __init__(
+        self,
+        source: Source,
+        indices: Sequence[int] | np.ndarray,
+        targets: Sequence[int] | np.ndarray,
+        classes: Sequence[str],
+        warnings: Sequence[str] = (),
+    ) -> None:
+        self.source, self.indices = source, np.asarray(indices, dtype=np.int64)
+        self.targets = np.asarray(targets, dtype=np.int64)
+        self.classes = tuple(classes)
+        self.native_size = source.native_size
+        self.warnings: Sequence[str] = [*source.warnings, *warnings]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def image(self, index: int) -> Image.Image:
+        return self.source.image(int(self.indices[index]))
+
+    def target(self, index: int) -> int:
+        return int(self.targets[index])
+
+    def locate(self, index: int) -> str:
+        return self.source.locate(int(self.indices[index]))
+
+
 def natural_key(name: str) -> tuple[list[int | str], str]:
     """Sort key that puts `img2` before `img10` whatever the case, as timm's readers do.
 

@@ -86,7 +86,9 @@ def train_transform(recipe: RecipeConfig, data: DataConfig, img_size: int) -> Tr
     return cast(Transform, transform)
 
 
-def eval_transform(crop_pct: float, interpolation: str, data: DataConfig, img_size: int) -> Transform:
+def eval_transform(
+    crop_pct: float, interpolation: str, data: DataConfig, img_size: int, crop_mode: str = "center"
+) -> Transform:
     """Returns the evaluation transform: resize so that the centre crop keeps `crop_pct`, crop, normalise.
 
     Args:
@@ -94,6 +96,7 @@ def eval_transform(crop_pct: float, interpolation: str, data: DataConfig, img_si
         interpolation: Resize filter.
         data: Channels and normalisation.
         img_size: Side of the result in pixels.
+        crop_mode: timm's: center, squash or border.
 
     Returns:
         A function from a PIL image to float32 (C, H, W), without randomness.
@@ -106,6 +109,7 @@ def eval_transform(crop_pct: float, interpolation: str, data: DataConfig, img_si
         img_size,
         is_training=False,
         crop_pct=crop_pct,
+        crop_mode=crop_mode,
         interpolation=interpolation,
         mean=_per_channel(data.mean, data.in_chans),
         std=_per_channel(data.std, data.in_chans),

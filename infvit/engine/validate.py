@@ -22,6 +22,7 @@ def validate(
     between: Callable[[], None] = lambda: None,
     processes: Processes = ALONE,
     blank: Tensor | None = None,
+    observe: Callable[[EvalBatch, Tensor], None] = lambda batch, logits: None,
 ) -> dict[str, float | int]:
     """Scores every sample once, each process those of its own loader.
 
@@ -34,6 +35,7 @@ def validate(
         between: called before each batch, equally often on all processes; may raise to stop.
         processes: this one and the others.
         blank: an image (1, C, H, W) to run through a sharded model while only the other processes have a batch.
+        observe: called with each batch and its logits, on the process that has them.
 
     Returns:
         top1, top5 (%), loss and the number of images, of all processes together.
@@ -46,15 +48,17 @@ def validate(
         for _ in range(int(processes.table([len(loader)]).max())):
             between()
             batch = next(batches, None)
-            if batch is None:
+            if batch is None or not len(batch.targets):
+                if batch is not None:
+                    observe(batch, torch.empty(0, 0))
                 if blank is not None:
                     model(blank.to(device))
                 continue
-            images, targets, _ = batch
-            images = images.to(device, non_blocking=True, memory_format=memory_format)
+            images = batch.images.to(device, non_blocking=True, memory_format=memory_format)
             with autocast(device, precision):
                 logits = model(images)
-            scores.update(logits, targets)
+            scores.update(logits, batch.targets)
+            observe(batch, logits)
     finally:
         model.train(training)
     return ClassificationScores(processes.table(scores.totals).sum(0).tolist()).result()

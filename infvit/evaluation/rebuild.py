@@ -29,6 +29,8 @@ class Rebuilt:
         classes: class names in index order.
         img_size: image side in pixels.
         notes: what was resized on the way.
+        folder: where results go by default.
+        crop_mode: how timm's transform crops: center, squash or border.
     """
 
     path: Path
@@ -38,6 +40,8 @@ class Rebuilt:
     classes: tuple[str, ...]
     img_size: int
     notes: list[str]
+    folder: Path
+    crop_mode: str = "center"
 
 
 def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuilt:
@@ -64,10 +68,10 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
     stored = content["config"]
     import_modules(stored.get("imports", []))
     _check_overrides(data_overrides, content)
-    data = _from_stored(DataConfig, {**stored["data"], **data_overrides})
+    data = from_stored(DataConfig, {**stored["data"], **data_overrides})
     for name in data_overrides.keys() & unused_keys(data):
         raise ConfigError(f"data.{name} has no effect: data={data.name} does not use it.")
-    model_config = _from_stored(ModelConfig, stored["model"])
+    model_config = from_stored(ModelConfig, stored["model"])
     img_size = content["img_size"] if data_overrides.get("img_size") is None else data.img_size
     model, _ = build_model(model_config, content["num_classes"], content["in_chans"], img_size)
     report = load_weights(model, checkpoint.unwrapped(state), str(path))
@@ -75,10 +79,11 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
         path=path,
         model=model.eval(),
         data=data,
-        recipe=_from_stored(RecipeConfig, stored["recipe"]),
+        recipe=from_stored(RecipeConfig, stored["recipe"]),
         classes=tuple(content["classes"]),
         img_size=img_size,
         notes=report.changes(),
+        folder=path.parent,
     )
 
 
@@ -92,7 +97,7 @@ def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None
             raise ConfigError(f"data.{name}={overrides[name]}, but the checkpoint's model has {content[name]}.")
 
 
-def _from_stored(schema: type[Any], stored: dict[str, Any]) -> Any:
+def from_stored(schema: type[Any], stored: dict[str, Any]) -> Any:
     """Builds a configuration from a stored one; keys of another version are left out, new ones take their default."""
     known = {f.name for f in fields(schema)}
     try:

@@ -1,29 +1,32 @@
 """`eval.py`: rebuilds a model and runs the evaluations asked for."""
 
-import hashlib
 import json
 import logging
-import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from infvit.config import EvalConfig
+from infvit.config import STANDALONE, EvalConfig
+from infvit.data.imagenet_sets import NAMES
 from infvit.engine.device import select_device, select_precision
 from infvit.engine.plan import import_modules
 from infvit.engine.processes import Processes, join_processes
-from infvit.errors import ConfigError, did_you_mean
 from infvit.evaluation.accuracy import accuracy
+from infvit.evaluation.baseline import REMOTE, baseline
+from infvit.evaluation.check import check
+from infvit.evaluation.compare import compare
+from infvit.evaluation.files import require_writable, result_folder, result_path
+from infvit.evaluation.imagenet import open_sets, require_known, score_set, show, write_csv
 from infvit.evaluation.rebuild import Rebuilt, rebuild
 
 log = logging.getLogger(__name__)
 
 EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]]] = {"accuracy": accuracy}
+"""What can be evaluated besides the sets of ImageNet, which share a table."""
 
 
 def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
-    """Runs each evaluation of the configuration and writes its result as JSON.
+    """Runs each evaluation of the configuration and writes its result as JSON; a table of ImageNet sets as CSV too.
 
     Returns:
         The results by name of the evaluation, on all processes; the first writes and shows them.
@@ -33,53 +36,41 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
     """
     processes = join_processes(config.device, config.timeout_minutes)
     with processes.together():
+        require_known(config.eval, [*EVALUATIONS, *STANDALONE])
+        if config.eval[0] in STANDALONE:
+            return {"check": check, "compare": compare}[config.eval[0]](config, processes)
         import_modules(config.imports)
-        for name in config.eval:
-            if name not in EVALUATIONS:
-                raise ConfigError(f"unknown eval={name}. {did_you_mean(name, EVALUATIONS)}")
         device = select_device(config.device)
         select_precision(config.precision, device)
-        rebuilt = rebuild(str(config.checkpoint), config.weights, config.data)
-        folder = Path(config.output) if config.output else rebuilt.path.parent
+        remote = bool(config.model.name) or str(config.checkpoint).startswith(REMOTE)
+        rebuilt = baseline(config) if remote else rebuild(str(config.checkpoint), config.weights, config.data)
+        sets = open_sets(config, rebuilt, [name for name in config.eval if name in NAMES])
         if processes.first:
-            _require_writable(folder)
+            require_writable(result_folder(config, rebuilt))
     for note in rebuilt.notes:
         log.info("note  %s", note)
     results = {}
     for name in config.eval:
-        results[name] = EVALUATIONS[name](config, rebuilt, processes)
-        if not processes.first:
-            continue
-        path = folder / f"eval_{name}_{config.weights}_{rebuilt.img_size}px_{_digest(config, rebuilt)}.json"
-        path.write_text(json.dumps(results[name], indent=2, allow_nan=False) + "\n")
-        print(_table(results[name]))
-        log.info("written to %s", path)
-    return results
+        if name not in NAMES:
+            results[name] = EVALUATIONS[name](config, rebuilt, processes)
+            if processes.first:
+                print(_lines(results[name]))
+                _write(result_path(config, rebuilt, "eval", name, ".json"), results[name])
+    rows = [score_set(config, rebuilt, entry, processes) for entry in sets]
+    if rows and processes.first:
+        print(show(rows))
+        path = result_path(config, rebuilt, "table", "imagenet", ".json")
+        write_csv(path.with_suffix(".csv"), rows)
+        _write(path, rows)
+    return results | {row["set"]: row for row in rows}
 
 
-def _require_writable(folder: Path) -> None:
-    """Makes the folder of the results, before anything is computed.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ConfigError(f"results cannot be written to {folder}: {error.strerror}. Choose output=...") from error
+def _write(path: Path, result: Any) -> None:
+    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    log.info("written to %s", path)
 
 
-def _digest(config: EvalConfig, rebuilt: Rebuilt) -> str:
-    """Returns a short hash of what the result depends on, so that another evaluation gets another file."""
-    depends = {**asdict(rebuilt.data), "precision": config.precision, "checkpoint": rebuilt.path.name}
-    depends |= {"crop_pct": config.crop_pct, "interpolation": config.interpolation}
-    depends.pop("num_workers")
-    return hashlib.sha1(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:6]
-
-
-def _table(result: dict[str, Any]) -> str:
+def _lines(result: dict[str, Any]) -> str:
     """Returns a result as lines of name and value; floats are shortened, the JSON file has all digits."""
 
     def shown(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Measures of what a model predicts."""
 
 from infvit.metrics.classification import ClassificationScores
+from infvit.metrics.statistics import Difference, compare_hits, wilson_interval
 
-__all__ = ["ClassificationScores"]
+__all__ = ["ClassificationScores", "Difference", "compare_hits", "wilson_interval"]

@@ -62,16 +62,17 @@ class LoadReport:
         ]
 
 
-def pretrained_state(name: str) -> dict[str, Tensor]:
+def pretrained_state(name: str, key: str = "init_from") -> dict[str, Tensor]:
     """Returns the pretrained weights of a timm model, fetched by timm, from its cache where they are there.
 
     Args:
         name: name in timm's registry, with or without a tag, or `hf-hub:ORG/MODEL`.
+        key: the configuration key that names it, for messages.
 
     Raises:
         CheckpointError: unknown name, or the weights cannot be had.
     """
-    source = f"init_from={name}" if name.startswith(HUB) else f"init_from=timm/{name}"
+    source = f"{key}={name}" if name.startswith(HUB) else f"{key}=timm/{name}"
     if not name.startswith(HUB):
         if not timm.is_model(name):
             raise CheckpointError(f"{source}: unknown model. {did_you_mean(name, timm.list_models())}")

@@ -70,7 +70,7 @@ REFUSED: list[tuple[type, dict[str, Any], str]] = [
     (TrainConfig, {"engine": EngineConfig(best_metric="ema_top1"), "recipe": quick(ema_decay=None)},
      "engine.best_metric=ema_top1 needs recipe.ema_decay."),
     (TrainConfig, {"reset_head": True}, "reset_head=true has no effect without init_from=..."),
-    (EvalConfig, {}, "checkpoint=... is missing: name a run folder, e.g. checkpoint=runs/my_run."),
+    (EvalConfig, {}, "checkpoint=... is missing: name a run folder, e.g. checkpoint=runs/my_run, or model=timm/NAME."),
     (EvalConfig, {"checkpoint": "x", "weights": "best"}, "weights='best' must be one of raw, ema."),
     (EvalConfig, {"checkpoint": "x", "precision": "fp8"}, "precision='fp8' must be one of auto, fp32, bf16, fp16."),
     (EvalConfig, {"checkpoint": "x", "device": "tpu"}, "device='tpu' must be one of auto, cpu, cuda, mps."),

@@ -156,6 +156,17 @@ def test_evaluation_stops_at_damage_with_one_line(damaged: DataConfig, workers: 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_evaluation_leaves_out_damage_when_asked(damaged: DataConfig, workers: int) -> None:
+    source, transform = build_source(damaged, "val"), eval_transform(1.0, "nearest", damaged, 8)
+    batches = list(build_eval_loader(source, transform, 2, workers, False, 1, 2, exclude_damaged=True))
+    assert [batch.indices.tolist() for batch in batches] == [[1], [5, 7], [9]]
+    assert [len(batch.images) for batch in batches] == [1, 2, 1]
+    assert [message.startswith(source.locate(3)) for batch in batches for message in batch.damaged] == [True]
+    (alone,) = list(build_eval_loader(source, transform, 1, workers, False, 3, 10, exclude_damaged=True))
+    assert (len(alone.images), len(alone.targets), len(alone.damaged)) == (0, 0, 1)
+
+
 class Few:
     """Seven grey images, image i of class i."""
 

@@ -8,6 +8,7 @@ import torch
 from sklearn.metrics import accuracy_score, log_loss, top_k_accuracy_score
 from torch import Tensor, nn
 
+from infvit.data import EvalBatch
 from infvit.engine.validate import validate
 from infvit.metrics import ClassificationScores
 
@@ -92,7 +93,7 @@ def test_validation_is_in_evaluation_mode_and_puts_the_mode_back() -> None:
     """Also after an error, and each sample counts once, the smaller last batch too."""
     targets = torch.tensor([0, 1, 2, 0, 1])
     images = targets.float().view(5, 1, 1, 1).expand(5, 3, 2, 2)
-    loader = [(images[i : i + 2], targets[i : i + 2], torch.arange(i, min(i + 2, 5))) for i in (0, 2, 4)]
+    loader = [EvalBatch(images[i : i + 2], targets[i : i + 2], torch.arange(i, min(i + 2, 5))) for i in (0, 2, 4)]
     for mode in (True, False):
         model = Switch().train(mode)
         result = validate(model, loader, torch.device("cpu"))
