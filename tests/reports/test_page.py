@@ -1,5 +1,7 @@
 """The page of all runs: by itself, as it is written and as Chromium shows it."""
 
+import html
+import json
 import re
 import shutil
 import subprocess
@@ -71,6 +73,15 @@ def test_the_curves_are_the_rows(page: Path) -> None:
     assert slope < 0, "upwards"
     assert np.abs(slope * np.array(scores) + shift - heights).max() < 0.1
     assert {len(lines) for lines in parser.points.values()} == {4}, "top-1, two losses, learning rate"
+
+
+def test_cells_hold_what_they_are_sorted_by(page: Path) -> None:
+    text = page.read_text()
+    for row in text.split("<tr data-run")[1:4]:
+        keys = [json.loads(html.unescape(key)) for key in re.findall('data-key="([^"]*)"', row)]
+        assert keys[:5] == [keys[0], "done", "infvit_linear_mini", "digits", 1]
+        assert keys[6] == SCORES[keys[0]][-1]
+    assert 'class="failed"' in text
 
 
 def test_it_is_written_again_and_again(

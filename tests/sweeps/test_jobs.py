@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from infvit import engine
+from infvit import cli, engine
 from infvit.engine import device
 from infvit.engine.folder import own_folder
 from infvit.engine.signals import Interrupted
 from infvit.engine.status import LONGEST_NAME, Status, add_jobs, job_name, read_jobs, read_status, write_status
+from infvit.sweep import Sweep
 
 TINY = ("+model.args.depth=1", "+model.args.embed_dim=24", "+model.args.num_heads=2", "data.img_size=16",
         "data.num_workers=0", "batch_size=32", "epochs=1", "max_steps=1", "engine.device=cpu")  # fmt: skip
@@ -193,6 +195,44 @@ def test_a_folder_in_use_keeps_the_status_of_its_owner(command: Callable, tmp_pa
     finally:
         owner.kill()
         owner.wait()
+
+
+def test_the_status_of_a_run_that_starts_over_is_not_moved_aside(tmp_path: Path) -> None:
+    write_status(tmp_path / "run", Status("running", ["seed=1"]))
+    (tmp_path / "run" / "last.pt").touch()
+    with own_folder(tmp_path / "run", fresh=True):
+        assert read_status(tmp_path / "run") is not None
+    (aside,) = tmp_path.glob("run.old-*")
+    assert [path.name for path in aside.iterdir()] == ["last.pt"]
+
+
+def test_the_exit_code_of_jobs_in_other_processes(tmp_path: Path) -> None:
+    """All that is known of them is in their files."""
+    paths = {name: tmp_path / name for name in ("done", "stopped", "failed", "killed", "never")}
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    for name, status in {"done": Status("done", [], 0), "stopped": Status("preempted", [], 143),
+                         "failed": Status("failed", [], 1), "killed": Status("running", [], pid=process.pid),
+                         }.items():  # fmt: skip
+        write_status(paths[name], status)
+    add_jobs(tmp_path, {path: [f"name={name}"] for name, path in paths.items()})
+    assert Sweep(tmp_path, tuple(paths.values())).finish() == [143, 1, 1]
+
+
+def test_a_killed_process_of_joblib_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """joblib then ends all of its processes."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "-m"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+
+    def main() -> None:
+        raise TerminatedWorkerError("A worker process managed by the executor was\nunexpectedly terminated.")
+
+    with pytest.raises(SystemExit) as ended:
+        cli.launch(main)
+    assert ended.value.code == 1
+    err = capsys.readouterr().err
+    assert err.startswith("error: a job was killed")
+    assert err.count("\n") == 1
 
 
 def test_dry_runs_leave_nothing_and_single_runs_have_no_status(command: Callable, tmp_path: Path) -> None:
