@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from infvit.config import TrainConfig
@@ -76,7 +76,8 @@ def planned_overrides(config: DictConfig) -> list[list[str]]:
     """Returns the overrides of each job, as Hydra's own sweeper makes them out of files and command line."""
     in_files = [f"{name}={value}" for name, value in (config.hydra.sweeper.params or {}).items()]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    overrides = parser.parse_overrides([*in_files, *config.hydra.overrides.task])
+    typed: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # `${...}` is of each job
+    overrides = parser.parse_overrides([*in_files, *typed])
     return BasicSweeper.split_arguments(overrides, None)[0]
 
 

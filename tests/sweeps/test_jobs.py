@@ -245,6 +245,13 @@ def test_dry_runs_leave_nothing_and_single_runs_have_no_status(command: Callable
     assert folder.name.startswith("infvit_linear_mini-digits-")
 
 
+def test_folders_that_are_typed_are_those_of_the_jobs(command: Callable, tmp_path: Path) -> None:
+    ended = command("-m", *TINY, "seed=1,-1", "run_dir=run_${seed}")
+    assert ended.table == {"run_1": "done", "run_-1": "failed"}
+    planned = read_jobs(tmp_path / "runs" / "sweep")
+    assert {path.name for path in planned} == {path.parent.name for path in tmp_path.glob("*/status.json")}
+
+
 def test_a_name_that_is_wrong_leaves_no_jobs(command: Callable, tmp_path: Path) -> None:
     assert command("-m", *TINY, "model=vit_mini,vit_mimi").code == 1
     assert not list(tmp_path.rglob("sweep.json"))
