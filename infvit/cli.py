@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import BrokenExecutor
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from infvit.config import EvalConfig, TrainConfig, leaf_keys
+from infvit.engine.device import forget_memory
 from infvit.engine.processes import have_joined, leave_processes, lost_another
 from infvit.engine.requeue import requeue
 from infvit.engine.signals import Interrupted
 from infvit.errors import ConfigError, MissingExtraError, UserError, did_you_mean
+from infvit.sweep import finish_sweep, forget_sweep, this_job
 
 GROUPS = ("model", "data", "recipe", "engine", "logger", "experiment")
 HYDRA_FLAGS = (
@@ -66,6 +69,7 @@ def launch(main: Callable[[], Any]) -> None:
     # Makes Hydra raise its errors instead of printing and exiting.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     _exit_codes.clear()
+    forget_sweep()
     debug = any(re.fullmatch(r"\+*debug=(true|1|yes|on)", argument, re.IGNORECASE) for argument in sys.argv[1:])
     try:
         _refuse_dashes(sys.argv[1:])
@@ -73,6 +77,9 @@ def launch(main: Callable[[], Any]) -> None:
         main()
     except KeyboardInterrupt:
         sys.exit(130)
+    except BrokenExecutor as error:  # of joblib's launcher, which then ends all of its processes
+        _tell(f"error: a job was killed, and those beside it ended; the same command goes on. ({explain(error)[:150]})")
+        _exit_codes.append(1)
     except (UserError, HydraException, OmegaConfBaseException) as error:
         if debug:
             traceback.print_exc()
@@ -83,6 +90,7 @@ def launch(main: Callable[[], Any]) -> None:
             traceback.print_exc()
         _tell(f"error: {error.filename}: {error.strerror}. Start it where you may write, or set hydra.sweep.dir=...")
         sys.exit(1)
+    _exit_codes.extend(finish_sweep())
     leave_processes(next((code for code in _exit_codes if code), 0))
 
 
@@ -107,32 +115,46 @@ def run_job(cfg: DictConfig, schema: type[C], job: Callable[[C], Any]) -> int:
     if any(code >= 128 or (code and have_joined()) for code in _exit_codes):
         return _exit_codes[-1]  # the whole sweep was asked to stop, or the other processes may not be where this one is
     debug = bool(cfg.get("debug"))
-    code = 0
+    swept = this_job(cfg) if schema is TrainConfig else None
+    code, problem = 0, None
     try:
-        job(from_hydra(cfg, schema))
-    except Interrupted as error:
-        if not error.shown_elsewhere:
-            _tell(f"interrupted: {error}")
-        code = error.exit_code
-        if OmegaConf.select(cfg, "engine.requeue") and requeue(error.signum):
-            leave_processes(code)  # without a result: that of the job is still to come
-    except UserError as error:
-        if debug:
-            traceback.print_exc()
-        if not error.shown_elsewhere:
-            _tell(f"error: {error}")
-        code = 1
-    except KeyboardInterrupt:
-        code = 130
-    except Exception as error:
-        reason = lost_another(error)
-        if reason:
-            _tell(f"error: {reason}")
-        if debug or not reason:
-            traceback.print_exc()  # not foreseen: the traceback is what a report needs
-        code = 1
+        config = from_hydra(cfg, schema)
+        if swept and isinstance(config, TrainConfig):
+            if swept.is_done(config):
+                _exit_codes.append(0)
+                return 0
+            swept.begin()
+        forget_memory()
+        job(config)
+    except BaseException as error:
+        problem = error
+        code = _show(error, debug)
+    if swept:
+        swept.end(code, problem)
+    if isinstance(problem, Interrupted) and OmegaConf.select(cfg, "engine.requeue") and requeue(problem.signum):
+        leave_processes(code)  # without a result: that of the job is still to come
     _exit_codes.append(code)
     return code
+
+
+def _show(error: BaseException, debug: bool) -> int:
+    """Shows why a job ended, on stderr, and returns its exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if isinstance(error, Interrupted | UserError):
+        if debug and not isinstance(error, Interrupted):
+            traceback.print_exception(error)
+        if not error.shown_elsewhere:
+            _tell(f"{'interrupted' if isinstance(error, Interrupted) else 'error'}: {error}")
+        return error.exit_code if isinstance(error, Interrupted) else 1
+    if not isinstance(error, Exception):
+        raise error  # the process is to end
+    reason = lost_another(error)
+    if reason:
+        _tell(f"error: {reason}")
+    if debug or not reason:
+        traceback.print_exception(error)  # not foreseen: the traceback is what a report needs
+    return 1
 
 
 def _tell(line: str) -> None:
@@ -179,14 +201,17 @@ def _refuse_dashes(arguments: Sequence[str]) -> None:
 
 
 def _prepare_launcher(arguments: Sequence[str]) -> None:
-    """Prepares a sweep through submitit, if one is asked for; without -m Hydra would run a single job right here."""
-    chosen = next((a for a in arguments if re.fullmatch(r"hydra/launcher=(slurm|submitit_\w+)", a)), None)
+    """Prepares a sweep in other processes, if one is asked for; without -m Hydra would run a single job right here."""
+    chosen = next((a for a in arguments if re.fullmatch(r"hydra/launcher=(slurm|submitit_\w+|joblib)", a)), None)
     if chosen is None:
         return
+    extra = "joblib" if chosen.endswith("joblib") else "slurm"
     try:
-        importlib.import_module("hydra_plugins.hydra_submitit_launcher")
+        importlib.import_module(f"hydra_plugins.hydra_{'joblib' if extra == 'joblib' else 'submitit'}_launcher")
     except ImportError as error:
-        raise MissingExtraError(chosen, "slurm") from error
+        raise MissingExtraError(chosen, extra) from error
+    if extra == "joblib":
+        return
     if not {"-m", "--multirun", "hydra.mode=MULTIRUN"} & set(arguments):
         raise ConfigError(f"{chosen} submits jobs only with -m, one job too: python {sys.argv[0]} -m {chosen} ...")
     from infvit.cluster import report_jobs

@@ -261,7 +261,7 @@ class TrainConfig:
     batch_size: int = key(1024, "images per update over all processes and micro-batches")
     seed: int = key(0, "seed of initialisation, data order, augmentation, mixup and dropout")
     deterministic: bool = key(False, "refuse non-deterministic kernels")
-    run_dir: str | None = key(None, "run folder; default runs/MODEL-DATA-HASH, the hash of this configuration")
+    run_dir: str | None = key(None, "run folder; default runs/MODEL-DATA-HASH, in a sweep SWEEP_FOLDER/OVERRIDES")
     fresh: bool = key(False, "move an existing run folder aside and start over")
     dry_run: bool = key(False, "print model, cost, schedule and data check, then stop")
     debug: bool = key(False, "show full tracebacks")

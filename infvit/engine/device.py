@@ -1,6 +1,7 @@
 """Where and in which precision a run computes, and how its random numbers are seeded."""
 
 import contextlib
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -59,6 +60,14 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def forget_memory() -> None:
+    """Lets go of what an earlier job of a sweep left on the GPU, and of the peak it reached."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
 
 
 @contextlib.contextmanager

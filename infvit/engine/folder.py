@@ -28,14 +28,20 @@ from infvit.errors import ConfigError
 log = logging.getLogger(__name__)
 
 # Keys that say where and how to run, not what to compute.
-_NOT_IDENTITY_OF_DATA = ("num_workers", "max_damaged")
-_NOT_IDENTITY = ("engine", "logger", "run_dir", "fresh", "dry_run", "debug", "profile", "allow_change")
+NOT_IDENTITY_OF_DATA = ("num_workers", "max_damaged")
+NOT_IDENTITY = ("engine", "logger", "run_dir", "fresh", "dry_run", "debug", "profile", "allow_change")
+STATUS = "status.json"
+TRACEBACK = "traceback.txt"
+
+
+class InUseError(ConfigError):
+    """The run folder belongs to a living process."""
 
 
 def identity(config: TrainConfig) -> dict[str, Any]:
     """Returns what makes two runs the same run: the configuration without engine, logger and the like."""
-    plain = {name: value for name, value in asdict(config).items() if name not in _NOT_IDENTITY}
-    plain["data"] = {name: value for name, value in plain["data"].items() if name not in _NOT_IDENTITY_OF_DATA}
+    plain = {name: value for name, value in asdict(config).items() if name not in NOT_IDENTITY}
+    plain["data"] = {name: value for name, value in plain["data"].items() if name not in NOT_IDENTITY_OF_DATA}
     return plain
 
 
@@ -56,7 +62,8 @@ def own_folder(path: Path, fresh: bool) -> Iterator[Path]:
         fresh: move an existing folder aside first.
 
     Raises:
-        ConfigError: not writable, or owned by a living process.
+        ConfigError: not writable.
+        InUseError: owned by a living process.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -69,7 +76,7 @@ def own_folder(path: Path, fresh: bool) -> Iterator[Path]:
         except (BlockingIOError, PermissionError) as error:
             lock.seek(0)
             owner = lock.read().strip() or "another process"
-            raise ConfigError(
+            raise InUseError(
                 f"run_dir={path} is in use by {owner}. Wait for it or choose another run_dir=..."
             ) from error
         lock.seek(0)
@@ -82,8 +89,8 @@ def own_folder(path: Path, fresh: bool) -> Iterator[Path]:
 
 
 def _move_aside(path: Path) -> None:
-    """Moves the content of a folder, but for the lock, to a sibling named by the time."""
-    content = [entry for entry in path.iterdir() if entry.name != ".lock"]
+    """Moves the content of a folder to a sibling named by the time; lock and status are those of the new run."""
+    content = [entry for entry in path.iterdir() if entry.name not in (".lock", STATUS)]
     if not content:
         return
     stem = f"{path.name}.old-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -118,8 +125,8 @@ def changes(config: TrainConfig, stored: dict[str, Any], path: Path) -> list[str
     Raises:
         ConfigError: something else differs.
     """
-    old = _flat({name: value for name, value in stored.items() if name not in _NOT_IDENTITY})
-    for name in _NOT_IDENTITY_OF_DATA:
+    old = _flat({name: value for name, value in stored.items() if name not in NOT_IDENTITY})
+    for name in NOT_IDENTITY_OF_DATA:
         old.pop(f"data.{name}", None)
     new = _flat(identity(config))
     differing = {

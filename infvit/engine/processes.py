@@ -154,6 +154,12 @@ def _read_cluster() -> None:
         )
 
 
+def is_first() -> bool:
+    """Whether this process is the first of its run, by what started it: also before `join_processes`."""
+    known = ("RANK", "SLURM_PROCID", "SUBMITIT_LOCAL_GLOBALID")
+    return int(next((os.environ[name] for name in known if os.environ.get(name)), "0")) == 0
+
+
 def have_joined() -> bool:
     """Whether this process is one of several."""
     return dist.is_available() and dist.is_initialized()

@@ -7,7 +7,7 @@ import subprocess
 
 import torch.distributed as dist
 
-from infvit.engine.processes import have_joined
+from infvit.engine.processes import have_joined, is_first
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ def requeue(signum: int) -> bool:
         return False
     if "SLURM_ARRAY_TASK_ID" in os.environ:
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    first = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0
-    answer = [_ask_slurm(job) if first else False]
+    answer = [_ask_slurm(job) if is_first() else False]
     if have_joined():  # torchrun and srun end the first as soon as another has left: not before it has asked
         dist.broadcast_object_list(answer, src=0)
     return answer[0]

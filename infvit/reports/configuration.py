@@ -47,7 +47,8 @@ python eval.py 'checkpoint="/data/my runs (v2)/lr=0.1,a.pt"'
 
 A backslash works for a single sign (`'checkpoint=runs/lr\\=0.1.pt'`); in a file of `configs/` plain YAML quoting does.
 
-**Sweeps.** `-m` runs every combination of values separated by commas, one after the other, each in its own run folder:
+**Sweeps.** `-m` runs every combination of values separated by commas, one after the other, each in a folder of
+its own ([Sweeps](sweeps.md)):
 
 ```sh
 python train.py -m model=vit_mini,infvit_pure_mini,infvit_linear_mini seed=0,1,2

@@ -212,7 +212,7 @@ def test_a_misspelt_name_in_a_sweep_is_found_before_any_job(command: Command, tm
 def test_a_sweep_without_failure(command: Command, tmp_path: Path):
     ended = command("-m", *TINY, "seed=1,2")
     assert (ended.code, ended.errors) == (0, [])
-    assert len(list(tmp_path.glob("runs/*/last.pt"))) == 2
+    assert len(list(tmp_path.glob("runs/sweep/*/last.pt"))) == 2
 
 
 def test_an_unforeseen_error_is_reported_whole_and_the_sweep_goes_on(command: Command, monkeypatch, tmp_path: Path):
@@ -273,6 +273,9 @@ def test_nothing_leaks_from_job_to_job(command: Command, tmp_path: Path):
 
 def test_submitting_needs_an_extra(command: Command, monkeypatch):
     monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_submitit_launcher", None)
+    monkeypatch.setitem(sys.modules, "hydra_plugins.hydra_joblib_launcher", None)
+    message = r"hydra/launcher=joblib needs an optional dependency: pip install 'infvit\[joblib\]'"
+    assert_one_line(command("-m", *TINY, "hydra/launcher=joblib"), message)
     message = r"hydra/launcher={} needs an optional dependency: pip install 'infvit\[slurm\]'"
     for name in ("slurm", "submitit_local"):
         assert_one_line(command("-m", *TINY, f"hydra/launcher={name}"), message.format(name))

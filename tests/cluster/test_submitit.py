@@ -79,7 +79,8 @@ def test_jobs_are_reported_and_go_on(start: Callable, tmp_path: Path) -> None:
     assert re.fullmatch(r"#0: interrupted: stopped after update .* \(SIGTERM\)", said().splitlines()[-1])
     assert wait_for(lambda: not members(again.pid), 5)
     assert torch.load(tmp_path / "run_5000" / "last.pt", weights_only=True)["update"] > saved
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {".submitit", "multirun.yaml"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sweep"}
+    assert {".submitit", "multirun.yaml", "sweep.json"} <= {path.name for path in (tmp_path / "runs/sweep").iterdir()}
 
 
 @pytest.mark.slow
@@ -171,7 +172,7 @@ def test_the_script_for_one_gpu(script: Callable[..., list[str]], tmp_path: Path
         "#SBATCH --signal=USR2@120",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
-        f"#SBATCH --output={tmp_path}/runs/.submitit/%j/%j_0_log.out",
+        f"#SBATCH --output={tmp_path}/runs/sweep/.submitit/%j/%j_0_log.out",
     ):
         assert line in lines, "\n".join(lines)
     assert not [line for line in lines if "partition" in line or "account" in line]

@@ -50,7 +50,9 @@ def test_groups_are_the_folders():
 def test_every_file_composes(group: str, name: str):
     config = build(f"{group}={name}")
     assert isinstance(config, TrainConfig)
-    if group == "experiment":
+    if name.startswith("ablation_"):
+        assert (config.data.name, config.model.gamma_trainable) == ("digits", False)
+    elif group == "experiment":
         assert (config.data.name, config.recipe.name, config.epochs) == ("imagenet", "deit", 300)
         assert name == f"{config.model.name}_imagenet"
         assert config.batch_size == 1024

@@ -18,6 +18,7 @@ LAYERS = [
     {"engine"},
     {"evaluation"},
     {"reports", "cluster"},
+    {"sweep", "report"},
     {"cli"},
 ]
 # The package itself registers attention and models; the contract checks for users stand on attention alone.

@@ -1,0 +1,134 @@
+"""The ablation table of a sweep, as Table 4 of the paper has it: a column for each setting, seeds taken together."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from infvit.engine.record import replace_text
+from infvit.engine.status import STATES, job_name
+from infvit.reports.formats import draw_ablation, to_csv, to_latex, to_markdown
+from infvit.reports.published import ABLATION
+from infvit.reports.runs import RunView, find_runs
+from infvit.reports.tables import PENDING, Cell, Row, Table
+
+# Metric, its row, its digits, and whether a run folder holds it already: the others come with attention quality and
+# efficiency, and are shown as pending until then.
+METRICS = (
+    ("top1", "top-1 (%)", 2, True),
+    ("ema_top1", "top-1, EMA weights (%)", 2, True),
+    ("morf", "MoRF-AOC (%)", 1, False),
+    ("lerf", "LeRF-AUC (%)", 1, False),
+    ("roc", "ROC-AUC (%)", 1, False),
+    ("train_ms", "latency, training (ms)", 1, False),
+    ("infer_ms", "latency, inference (ms)", 1, False),
+)
+ABLATION_ORDER = {f"{key}={value}": number for number, (key, value) in enumerate(ABLATION)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The runs that differ in their seed only.
+
+    Attributes:
+        label: what sets them apart from the other settings; heads the column.
+        overrides: all of theirs but the seed.
+        runs: one for each seed.
+    """
+
+    label: str
+    overrides: tuple[str, ...]
+    runs: tuple[RunView, ...]
+
+    def scores(self, metric: str) -> list[float]:
+        """Returns the final value of a metric, of every run that is done."""
+        values = (run.last(metric) for run in self.runs if run.state == "done")
+        return [value for value in values if value is not None]
+
+    @property
+    def progress(self) -> str:
+        """How many runs are in which state."""
+        counts = Counter(run.state for run in self.runs)
+        order = [*STATES[1:], "running", "stopped", "missing"]
+        return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
+
+    def published(self, metric: str) -> float | None:
+        """Returns the published figure of this setting, if there is one."""
+        pairs = (tuple(override.split("=", 1)) for override in self.overrides)
+        figures = [ABLATION[key, value] for key, value in pairs if (key, value) in ABLATION]
+        return figures[0].get(metric) if len(figures) == 1 else None
+
+
+def settings_of(runs: Sequence[RunView]) -> list[Setting]:
+    """Puts runs that differ in their seed only together; of two with one seed as well, one that is done counts."""
+    groups: dict[tuple[str, ...], dict[int, RunView]] = {}
+    for run in runs:
+        what = tuple(o for o in sorted(run.overrides) if _matters(o)) or ((run.name,) if not run.overrides else ())
+        seeds = groups.setdefault(what, {})
+        if run.seed not in seeds or (run.state == "done" and seeds[run.seed].state != "done"):
+            seeds[run.seed] = run
+    common = set.intersection(*map(set, groups))
+    found = []
+    for what, seeds in groups.items():
+        label = ", ".join(override for override in what if override not in common) or "all"
+        found.append(Setting(label, what, tuple(seeds[seed] for seed in sorted(seeds))))
+    return sorted(found, key=lambda setting: [ABLATION_ORDER.get(override, -1) for override in setting.overrides])
+
+
+def _matters(override: str) -> bool:
+    """Whether an override sets runs apart; the seed does not, nor what has no place in the name of a job."""
+    return not override.startswith("seed=") and job_name([override]) != "default"
+
+
+def ablation_table(runs: Sequence[RunView], title: str) -> Table:
+    """Builds the table of a sweep."""
+    settings = settings_of(runs)
+    rows = []
+    for metric, label, digits, known in METRICS:
+        if known and metric != "top1" and not any(setting.scores(metric) for setting in settings):
+            continue
+        rows.append(Row(metric, label, digits, tuple(_cell(s, metric, known) for s in settings)))
+        published = tuple(Cell.of([] if (p := s.published(metric)) is None else [p]) for s in settings)
+        if any(cell.mean is not None for cell in published):
+            rows.append(Row(f"{metric}_published", "  published", 1 if metric in _PERCENT else 0, published))
+    errors = tuple(f"{run.name}: {run.error}" for run in runs if run.error)
+    labels, progress = tuple(s.label for s in settings), tuple(s.progress for s in settings)
+    return Table(title, labels, tuple(rows), progress, _note(runs), errors)
+
+
+_PERCENT = ("top1", "ema_top1", "morf", "lerf", "roc")
+
+
+def _cell(setting: Setting, metric: str, known: bool) -> Cell:
+    scores = setting.scores(metric)
+    if scores:
+        return Cell.of(scores)
+    if not known:
+        return Cell(text=PENDING)
+    states = {run.state for run in setting.runs}
+    return Cell(text=next((s for s in ("running", "failed", "preempted", "stopped", "missing") if s in states), "-"))
+
+
+def _note(runs: Sequence[RunView]) -> str:
+    """Says what was run, and whether the published figures are of the same."""
+    what = {(run.config["model"]["name"], run.config["data"]["name"]) for run in runs if run.config}
+    ran = ", ".join(f"{model} on {data}" for model, data in sorted(what)) or "nothing yet"
+    same = what == {("infvit_linear_4l", "imagenet")}
+    return f"Run: {ran}." + ("" if same else " Published: infvit_linear_4l on ImageNet-1K, so no comparison.")
+
+
+def write_ablation(folder: Path) -> Path:
+    """Writes `report.md`, `.csv`, `.tex` and `.png` of a sweep into its folder, from whatever there is by now.
+
+    Args:
+        folder: of the sweep.
+
+    Returns:
+        The path of `report.md`.
+    """
+    table = ablation_table(find_runs(folder), folder.resolve().name)
+    replace_text(folder / "report.csv", to_csv(table))
+    replace_text(folder / "report.tex", to_latex(table))
+    draw_ablation(table, folder / "report.png")
+    replace_text(folder / "report.md", to_markdown(table))
+    return folder / "report.md"

@@ -1,0 +1,206 @@
+"""The model card of a run, and its model in a form that timm loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from timm.models import push_to_hf_hub, save_for_hf
+
+from infvit.config import ModelConfig
+from infvit.engine.record import replace_text
+from infvit.errors import UserError
+from infvit.evaluation.rebuild import Rebuilt, rebuild
+from infvit.models.build import count_flops, count_parameters, model_arguments
+from infvit.reports.published import IMAGENET, SOURCE
+from infvit.reports.runs import RunView, is_run, read_run
+
+FRONT = """\
+---
+tags:
+- image-classification
+- timm
+- infvit
+pipeline_tag: image-classification
+library_name: timm
+license: apache-2.0
+---
+"""
+
+
+def write_card(folder: Path) -> Path:
+    """Writes README.md of a run from its files: what it is, scores, curves and figures, how to load it, configuration.
+
+    Args:
+        folder: a run folder; the run need not be over.
+
+    Returns:
+        The path of README.md.
+
+    Raises:
+        UserError: not a run that was started.
+    """
+    if not is_run(folder) or not read_run(folder).config:
+        raise UserError(f"{folder} holds no run with a config.yaml; name the folder of a run that has started.")
+    path = folder / "README.md"
+    replace_text(path, FRONT + "\n" + card_text(folder))
+    return path
+
+
+def card_text(folder: Path) -> str:
+    """Returns the card without its front matter."""
+    run = read_run(folder)
+    rebuilt = rebuild(str(folder), "raw", {}) if (folder / "best.pt").exists() else None
+    model, data = ModelConfig(**run.config["model"]), run.config["data"]
+    facts = [
+        ("model", model.name + "".join(f", {name} {value}" for name, value in model_arguments(model).items())),
+        ("data", data["name"] + (f", {len(rebuilt.classes)} classes, {rebuilt.img_size} px" if rebuilt else "")),
+        ("recipe", f"{run.config['recipe']['name']}, batch {run.config['batch_size']}, seed {run.config['seed']}"),
+        ("epochs", f"{run.epochs} of {run.config['epochs']}, {run.state}"),
+    ]
+    use = []
+    if rebuilt:
+        size = (len(rebuilt.classes), rebuilt.data.in_chans, rebuilt.img_size)
+        facts.append(("parameters", f"{count_parameters(rebuilt.model):,}"))
+        facts.append(("FLOPs", f"{count_flops(model, *size) / 1e9:.3f} G for one image (1 MAC = 2 FLOPs)"))
+        use = ["## Use", _use(model, rebuilt)]
+    parts = [
+        f"# {model.name} trained on {data['name']}",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts + _environment(folder))]),
+        "## Scores",
+        _scores(run),
+        *_evaluations(folder),
+        *_figures(folder),
+        *use,
+        "## Configuration",
+        f"```yaml\n{yaml.safe_dump(run.config, sort_keys=False)}```",
+        f"Made with infvit, after Infinite Self-Attention ({SOURCE}).",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _use(model: ModelConfig, rebuilt: Rebuilt) -> str:
+    """Returns the call with which timm builds the saved model."""
+    arguments: dict[str, Any] = {"num_classes": len(rebuilt.classes), **_input(rebuilt), **model_arguments(model)}
+    given = "".join(f", {name}={value!r}" for name, value in arguments.items())
+    call = f'timm.create_model("{model.name}"{given}, checkpoint_path="best.pt")'
+    return f"```python\nimport infvit, timm\n\nmodel = {call}\n```"
+
+
+def _input(rebuilt: Rebuilt) -> dict[str, int]:
+    """Returns the size of the input, as far as the constructor of the model has to know it."""
+    known = {} if rebuilt.data.in_chans == 3 else {"in_chans": rebuilt.data.in_chans}
+    fixed = getattr(rebuilt.model, "pretrained_cfg", {}).get("fixed_input_size", False)
+    return {**known, "img_size": rebuilt.img_size} if fixed else known
+
+
+def _environment(folder: Path) -> list[tuple[str, str]]:
+    """Returns what it ran on."""
+    path = folder / "environment.json"
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    versions = ", ".join(f"{name} {record['packages'][name]}" for name in ("infvit", "torch", "timm"))
+    return [("device", record["device"]), ("versions", versions)]
+
+
+def _scores(run: RunView) -> str:
+    """Returns a table of the last and the best epoch, with the published figure where the run is of that model."""
+    names = [("top1", "top-1 (%)"), ("top5", "top-5 (%)"), ("loss", "loss"),
+             ("ema_top1", "EMA top-1 (%)"), ("ema_top5", "EMA top-5 (%)"), ("ema_loss", "EMA loss")]  # fmt: skip
+    scored = [(name, label) for name, label in names if run.last(name) is not None]
+    if not scored:
+        return "No epoch has been evaluated yet."
+    lines = ["| held-out | last epoch | best epoch |", "|---|---|---|"]
+    for name, label in scored:
+        choose = min if name.endswith("loss") else max
+        best, epoch = choose((value, -epoch) if choose is max else (value, epoch) for epoch, value in run.series(name))
+        lines.append(f"| {label} | {run.last(name):.4g} | {best:.4g} (epoch {abs(epoch)}) |")
+    text = "\n".join(lines)
+    published = IMAGENET.get(run.config["model"]["name"])
+    if published and run.config["data"]["name"] == "imagenet":
+        text += f"\n\nPublished for this model: top-1 {published[0]} % on ImageNet-1K ({SOURCE})."
+    return text
+
+
+def _evaluations(folder: Path) -> list[str]:
+    """Returns what eval.py left in the folder."""
+    parts = []
+    for path in sorted(folder.glob("eval_*.json")):
+        result = json.loads(path.read_text())
+        if isinstance(result, dict):
+            shown = ((name, v) for name, v in result.items() if isinstance(v, str | int | float) and v is not None)
+            rows = [f"| {name} | {f'{v:.6g}' if isinstance(v, float) else v} |" for name, v in shown]
+            parts += [f"`{path.name}`", "\n".join(["| | |", "|---|---|", *rows])]
+    return parts
+
+
+def _figures(folder: Path) -> list[str]:
+    """Returns every figure of the folder, the curves first; maps are here as soon as they are drawn."""
+    figures = sorted(folder.glob("*.png"), key=lambda path: (path.name != "curves.png", path.name))
+    return ["## Figures", *(f"![{path.stem}]({path.name})" for path in figures)] if figures else []
+
+
+def export(folder: Path, target: Path, weights: str = "raw") -> Path:
+    """Saves the model of a run with timm's helper, and its card, in a folder that timm loads as `local-dir:FOLDER`.
+
+    Args:
+        folder: a run folder; `best.pt` is taken.
+        target: where to.
+        weights: raw or ema.
+
+    Returns:
+        The target.
+
+    Raises:
+        UserError: no run, or no such weights.
+    """
+    rebuilt, settings = _for_hub(folder, weights)
+    save_for_hf(rebuilt.model, str(target), safe_serialization=True, **settings)
+    for path in folder.glob("*.png"):
+        (target / path.name).write_bytes(path.read_bytes())
+    replace_text(target / "README.md", FRONT + "\n" + card_text(folder))
+    return target
+
+
+def push(folder: Path, repository: str, weights: str = "raw") -> str:
+    """Pushes the model of a run and its card to the Hugging Face hub with timm's helper; needs a login there.
+
+    Figures stay behind: timm's helper takes text only. A card that is there already is kept.
+
+    Returns:
+        Where it is.
+
+    Raises:
+        UserError: no run, no such weights, or the hub refused.
+    """
+    rebuilt, settings = _for_hub(folder, weights)
+    parts = card_text(folder).split("\n\n")
+    text = "\n\n".join(part for part in parts if not part.startswith(("![", "## Figures")))
+    card = {"description": text, "tags": ["image-classification", "timm", "infvit"]}
+    try:
+        answer = push_to_hf_hub(rebuilt.model, repository, model_card=card, safe_serialization=True, **settings)
+    except Exception as error:  # the hub client raises errors of many kinds
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"--push {repository}: {reason} Log in with `hf auth login`, or use --export FOLDER."
+        ) from error
+    return str(answer)
+
+
+def _for_hub(folder: Path, weights: str) -> tuple[Rebuilt, dict[str, Any]]:
+    """Returns the model of a run, and what timm's helpers write down of it."""
+    if not (folder / "best.pt").exists():
+        raise UserError(f"{folder} holds no best.pt; name the folder of a run with an evaluated epoch.")
+    rebuilt = rebuild(str(folder), weights, {})
+    data = rebuilt.data
+    size = (data.in_chans, rebuilt.img_size, rebuilt.img_size)
+    channels = [values * data.in_chans if len(values) == 1 else values for values in (data.mean, data.std)]
+    preprocessing = {"input_size": size, "mean": tuple(channels[0]), "std": tuple(channels[1]),
+                     "interpolation": rebuilt.recipe.interpolation, "crop_pct": rebuilt.recipe.crop_pct}  # fmt: skip
+    arguments = model_arguments(ModelConfig(**read_run(folder).config["model"]))
+    return rebuilt, {
+        "model_config": {"label_names": list(rebuilt.classes)},
+        "model_args": {**_input(rebuilt), **arguments},
+        "data_config": preprocessing,
+    }

@@ -1,0 +1,86 @@
+"""A table as Markdown, CSV, LaTeX and a figure."""
+
+import csv
+import io
+import os
+import re
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from infvit.reports.published import SOURCE
+from infvit.reports.tables import Table
+
+EXPLAINED = f"Mean ± standard deviation over the seeds that are done, last epoch. Published: {SOURCE}, Table 4."
+
+
+def to_markdown(table: Table) -> str:
+    """Returns the table with what it is made of below it."""
+    lines = [_row("", *table.columns), "|---" * (len(table.columns) + 1) + "|"]
+    lines += [_row(row.label.strip(), *(cell.show(row.digits) for cell in row.cells)) for row in table.rows]
+    lines.append(_row("runs", *table.progress))
+    parts = [f"# {table.title}", "\n".join(lines), f"{EXPLAINED} {table.note}", "![top-1](report.png)"]
+    if table.errors:
+        parts.append("\n".join(f"- {_cell(error)}" for error in table.errors))
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(map(_cell, cells)) + " |"
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def to_csv(table: Table) -> str:
+    """Returns a line for each setting and metric, with all digits."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["setting", "metric", "mean", "sd", "count", "text", "runs"])
+    for row in table.rows:
+        for column, cell, progress in zip(table.columns, row.cells, table.progress, strict=True):
+            numbers = ["" if value is None else repr(value) for value in (cell.mean, cell.sd)]
+            text = cell.text if cell.mean is None else ""
+            writer.writerow([column, row.metric, *numbers, cell.count, text, progress])
+    return out.getvalue()
+
+
+def to_latex(table: Table) -> str:
+    """Returns a `tabular` that needs no package."""
+    lines = [f"% {table.note}", f"\\begin{{tabular}}{{l{'c' * len(table.columns)}}}", "\\hline"]
+    lines += [_latex("", *table.columns), "\\hline"]
+    lines += [_latex(row.label.strip(), *(cell.show(row.digits) for cell in row.cells)) for row in table.rows]
+    return "\n".join([*lines, _latex("runs", *table.progress), "\\hline", "\\end{tabular}"]) + "\n"
+
+
+def _latex(*cells: str) -> str:
+    escaped = (re.sub(r"([_%&#{}$])", r"\\\1", cell).replace("±", "$\\pm$") for cell in cells)
+    return " & ".join(escaped) + " \\\\"
+
+
+def draw_ablation(table: Table, path: Path) -> None:
+    """Draws top-1 over the settings with its standard deviation, and the published figures on an axis of their own."""
+    rows = {row.metric: row for row in table.rows}
+    figure = Figure(figsize=(max(5.0, 1.4 * len(table.columns)), 3.6), layout="constrained")
+    FigureCanvasAgg(figure)  # without pyplot: no global state, no display
+    axes = figure.subplots()
+    places = range(len(table.columns))
+    ours = [(x, c.mean, c.sd or 0.0) for x, c in zip(places, rows["top1"].cells, strict=True) if c.mean is not None]
+    if ours:
+        x, mean, sd = zip(*ours, strict=True)
+        axes.errorbar(x, mean, sd, fmt="o", color="tab:blue", capsize=4, label="measured")
+    axes.set_ylabel("top-1 (%)", color="tab:blue")
+    axes.set_xticks(list(places), [column.replace(", ", "\n") for column in table.columns])
+    axes.set_xlim(-0.5, len(table.columns) - 0.5)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_title(table.title)
+    if "top1_published" in rows:
+        theirs = axes.twinx()
+        known = [(x, c.mean) for x, c in zip(places, rows["top1_published"].cells, strict=True) if c.mean is not None]
+        theirs.plot(*zip(*known, strict=True), "s--", color="tab:gray", label="published")
+        theirs.set_ylabel("published top-1 (%)", color="tab:gray")
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, dpi=110, format="png")
+    os.replace(temporary, path)

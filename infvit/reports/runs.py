@@ -1,0 +1,127 @@
+"""What the files of a run folder say, also while it runs."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from infvit.engine.status import SWEEP, Status, read_jobs, read_status
+from infvit.errors import UserError
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run as its files show it.
+
+    Attributes:
+        folder: where it is, or will be.
+        overrides: of a job of a sweep.
+        status: of a job of a sweep that has begun.
+        config: the resolved configuration; empty if the run was never started.
+        rows: the metrics of its epochs.
+    """
+
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    status: Status | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return self.folder.name
+
+    @property
+    def state(self) -> str:
+        """`running`, `done`, `failed`, `preempted`; `missing` if it never began; of a single run `done` or `stopped`.
+
+        A single run has no status, and one that runs looks like one that was stopped.
+        """
+        if self.status is not None:
+            return self.status.state
+        if not self.config:
+            return "missing"
+        updates = self.config.get("max_steps")
+        over = self.rows and (self.epochs == self.config["epochs"] or self.rows[-1].get("update") == updates)
+        return "done" if over else "stopped"
+
+    @property
+    def epochs(self) -> int:
+        """How many are done."""
+        return int(self.rows[-1]["epoch"]) if self.rows else 0
+
+    @property
+    def error(self) -> str:
+        """The line that ended it, if one did."""
+        return (self.status and self.status.error) or ""
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        typed = [override.partition("=")[2] for override in self.overrides if override.startswith("seed=")]
+        return int(self.config.get("seed", typed[-1] if typed else 0))
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Returns a metric as (epoch, value), without epochs that lack it."""
+        return [(row["epoch"], row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
+
+    def last(self, name: str) -> float | None:
+        """Returns the newest value of a metric."""
+        series = self.series(name)
+        return series[-1][1] if series else None
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, or of a job of a sweep."""
+    return (folder / "config.yaml").is_file() or read_status(folder) is not None
+
+
+def read_run(folder: Path, overrides: Sequence[str] | None = None) -> RunView:
+    """Reads what there is of a run.
+
+    Args:
+        folder: its folder, which need not exist.
+        overrides: what a sweep planned for it; by default those in its status.
+    """
+    status, config, rows = read_status(folder), folder / "config.yaml", folder / "metrics.jsonl"
+    known = overrides if overrides is not None else status.overrides if status else ()
+    return RunView(
+        folder=folder,
+        overrides=tuple(known),
+        status=status,
+        config=yaml.safe_load(config.read_text()) if config.is_file() else {},
+        rows=tuple(json.loads(line) for line in rows.read_text().splitlines()) if rows.is_file() else (),
+    )
+
+
+def find_runs(*roots: Path) -> list[RunView]:
+    """Returns every run at and below some folders, with the planned jobs of sweeps that have not begun.
+
+    What `fresh=true` moved aside is left out.
+
+    Raises:
+        UserError: a folder does not exist, or there is no run in any.
+    """
+    found: dict[Path, RunView] = {}
+    for root in roots:
+        if not root.is_dir():
+            raise UserError(f"there is no folder {root}; name a run, a sweep, or a folder of them, e.g. runs.")
+        planned: dict[Path, list[str]] = {}
+        for file in sorted(root.rglob(SWEEP)):
+            planned |= read_jobs(file.parent)
+        folders = {path.parent for name in ("config.yaml", "status.json") for path in root.rglob(name)}
+        runs = {path for path in folders if is_run(path) and not _hidden(path.relative_to(root))}
+        for folder in sorted(runs | planned.keys()):
+            found[folder.resolve()] = read_run(folder, planned.get(folder))
+    if not found:
+        raise UserError(f"there is no run in {', '.join(map(str, roots))}: none has a config.yaml or status.json.")
+    return list(found.values())
+
+
+def _hidden(path: Path) -> bool:
+    """Whether a run lies in a folder of another purpose: W&B's, or one that was moved aside."""
+    return any(part == "wandb" or part.startswith(".") or ".old-" in part for part in path.parts)
