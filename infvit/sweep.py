@@ -4,6 +4,7 @@ A job may run in this process, in one of joblib's, or in one that Slurm starts: 
 `SweepCallback` writes there which jobs there are, before the first; each job keeps its own `status.json`.
 """
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Sequence
@@ -68,7 +69,8 @@ class SweepCallback(Callback):
         except (HydraException, OmegaConfBaseException):
             return  # Hydra makes the same jobs next, and tells
         if is_first():
-            add_jobs(folder, jobs)
+            with contextlib.suppress(OSError):  # Hydra makes the same folder next, and tells
+                add_jobs(folder, jobs)
         _planned.append(Sweep(folder, tuple(jobs)))
 
 

@@ -8,12 +8,10 @@ import logging
 import os
 import random
 import re
-import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -21,71 +19,17 @@ import pytest
 import submitit
 import timm
 import torch
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
+from command import ROOT, Command, Ended
 from omegaconf import OmegaConf
 
 from infvit import cli, engine
 from infvit.config import TrainConfig
-from infvit.data import digits
 from infvit.engine.signals import Interrupted
 from infvit.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 # One update of a tiny model on 64 digits: a second.
 TINY = ["model.args.depth=1", "data.img_size=16", "data.num_workers=0", "batch_size=32", "epochs=1", "max_steps=1",
         "engine.device=cpu"]  # fmt: skip
-
-
-@dataclass
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def errors(self) -> list[str]:
-        """Returns the lines that stderr shows as errors."""
-        return [line for line in self.err.splitlines() if line.startswith("error:")]
-
-
-Command = Callable[..., Ended]
-
-
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture) -> Iterator[Command]:
-    """Runs `train.py` with the given arguments in an empty folder, on 64 digits."""
-    monkeypatch.chdir(tmp_path)
-    images, labels = digits.digit_arrays("train")
-    monkeypatch.setattr(digits, "digit_arrays", lambda split: (images[:64], labels[:64]))
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")  # put back afterwards, `launch` sets it
-    # Hydra copies what is registered several times in a run; the rest of timm's models would take a second each time.
-    cli.register_configs(["model=timm/NAME"])
-    repository = ConfigStore.instance().repo["model"]
-    monkeypatch.setitem(repository, "timm", {"resnet18.yaml": repository["timm"]["resnet18.yaml"]})
-    monkeypatch.setattr(cli, "register_configs", lambda: None)
-    handlers = list(logging.root.handlers)
-
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *arguments])
-        GlobalHydra.instance().clear()
-        handler = logging.StreamHandler(sys.stderr)
-        logging.root.addHandler(handler)
-        level = logging.root.level
-        logging.root.setLevel(logging.INFO)
-        try:
-            with pytest.raises(SystemExit) as ended:
-                runpy.run_path(sys.argv[0], run_name="__main__")
-        finally:
-            logging.root.removeHandler(handler)
-            logging.root.setLevel(level)
-        out, err = capfd.readouterr()
-        return Ended(ended.value.code, out, err)
-
-    yield run
-    logging.root.handlers[:] = handlers
 
 
 def assert_one_line(ended: Ended, message: str) -> None:
@@ -333,6 +277,7 @@ def test_in_a_process(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_sweep_where_nothing_can_be_written(command: Command, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     ended = command("-m", *TINY, "seed=0,1", "hydra.sweep.dir=file/sweep")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -10,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from steps import build
 
 from infvit.config import DataConfig, EngineConfig, LoggerConfig, ModelConfig, RecipeConfig, TrainConfig
 from infvit.data.digits import digit_arrays
+from infvit.engine import train
 from infvit.engine.loop import Run
-from infvit.engine.plan import make_plan
-from infvit.engine.setup import build_run
-from infvit.engine.signals import StopRequest
 
 CLASSES = ("0", "1", "2")
 TIMING = ("images_per_second", "data_wait", "train_seconds", "eval_seconds")
@@ -120,13 +120,8 @@ def rich(tiny: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Callable[[TrainConfig], Run]:
+def built() -> Callable[[TrainConfig], Run]:
     """Builds a run without starting it."""
-
-    def build(config: TrainConfig) -> Run:
-        Path(str(config.run_dir)).mkdir(exist_ok=True)
-        return build_run(make_plan(config), StopRequest())
-
     return build
 
 
@@ -181,3 +176,29 @@ def same() -> Callable[[Any, Any], bool]:
         return a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))
 
     return equal
+
+
+@pytest.fixture(scope="module")
+def memory() -> dict[str, Any]:
+    """What `straight` keeps for the tests of a module."""
+    return {}
+
+
+@pytest.fixture
+def straight(rich: Any, outcome: Any, memory: dict[str, Any]) -> dict[str, Any]:
+    """What the unbroken run leaves: 2 epochs of 3 updates, everything random switched on."""
+    if not memory:
+        config = rich(run="straight")
+        train(config)
+        memory.update(outcome(Path(str(config.run_dir))))
+        assert [row["update"] for row in memory["rows"]] == [3, 6]
+    return memory
+
+
+@pytest.fixture
+def one_damaged(tiny: Any, tmp_path: Path, digit_folders: Path) -> Callable[..., TrainConfig]:
+    """26 training images of which one cannot be decoded."""
+    root = tmp_path / "damaged"
+    shutil.copytree(digit_folders, root)
+    sorted((root / "train").rglob("*.png"))[5].write_bytes(b"no picture")
+    return lambda changes=None, **top: tiny({"data.root": str(root), **(changes or {})}, **top)

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from interruptions import at_call, folder_of, send
+from steps import Steps, awake, build, first_updates
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing import assert_close
 
 from infvit.config import TrainConfig
 from infvit.engine import loop, train
-from infvit.engine.parallel import is_sharded, shard, whole
-from infvit.engine.plan import make_plan
-from infvit.engine.processes import ALONE, Processes, join_processes
-from infvit.engine.setup import build_run, connect
-from infvit.engine.signals import StopRequest
+from infvit.engine.parallel import is_sharded, shard
+from infvit.engine.processes import join_processes
 from infvit.errors import ConfigError
 
 Config = Callable[..., TrainConfig]
@@ -35,27 +34,9 @@ SHARDED = {
 }
 
 
-def folder_of(config: TrainConfig) -> Path:
-    return Path(str(config.run_dir))
-
-
-def build(config: TrainConfig, processes: Processes) -> Any:
-    folder_of(config).mkdir(exist_ok=True)
-    run = build_run(make_plan(config, processes), StopRequest())
-    connect(run)
-    return run
-
-
-def first_update(config: TrainConfig, processes: Processes) -> tuple[float, float, dict[str, Any]]:
-    """Loss, norm and gradients of the first update, put together."""
-    run = build(config, processes)
-    run.training.train()
-    run.schedule.set(0)
-    run.sampler.start(0, 0)
-    batches = iter(run.train_loader)
-    loss, norm, _, done = loop.train_update(run, (next(batches) for _ in range(run.sampler.micro_batches)))
-    assert done
-    return loss, norm, {name: whole(p.grad) for name, p in run.state.model.named_parameters()}
+def first_of_several(config: TrainConfig) -> Steps:
+    """The first update, seen by one of several processes."""
+    return first_updates(awake(build(config, join_processes("cpu", 1))))
 
 
 @pytest.mark.parametrize("micro", [None, 4], ids=["whole", "accumulated"])
@@ -63,14 +44,13 @@ def first_update(config: TrainConfig, processes: Processes) -> tuple[float, floa
 def test_gradients_are_those_of_the_whole_model(rich: Config, ranks: Ranks, world_size: int, micro: int | None) -> None:
     """Also of a vector, gamma, of one number only, which does not divide; and the norm is that of all shares."""
     config = rich({**SHARDED, "data.micro_batch_size": micro}, batch_size=12)
-    loss, norm, gradients = first_update(config, ALONE)
-    for their_loss, their_norm, theirs in ranks(
-        world_size, lambda rank: first_update(config, join_processes("cpu", 1))
-    ):
-        assert their_loss == pytest.approx(loss, rel=1e-5)
-        assert their_norm == pytest.approx(norm, rel=1e-4)
-        assert theirs.keys() == gradients.keys()
-        assert_close(theirs, gradients, rtol=1e-3, atol=1e-6)
+    alone = first_updates(awake(build(config)))
+    assert all(gradient.any() for gradient in alone.gradients.values())
+    for theirs in ranks(world_size, lambda rank: first_of_several(config)):
+        assert theirs.loss == pytest.approx(alone.loss, rel=1e-5)
+        assert theirs.norm == pytest.approx(alone.norm, rel=1e-4)
+        assert theirs.gradients.keys() == alone.gradients.keys()
+        assert_close(theirs.gradients, alone.gradients, rtol=1e-3, atol=1e-6)
 
 
 def test_each_process_holds_a_share(rich: Config, ranks: Ranks) -> None:
@@ -117,30 +97,18 @@ def test_a_run_is_that_of_one_process(rich: Config, ranks: Ranks, load: Any, row
 
 def stop_at(config: TrainConfig, number: int) -> Any:
     """Trains up to an update, where this process is told to stop."""
-    original, calls = loop.train_update, 0
-
-    def wrapped(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            signal.raise_signal(signal.SIGTERM)
-        return original(*args)
-
-    loop.train_update = wrapped
-    return train(config)
+    with at_call(loop, "train_update", number, send(signal.SIGTERM)):
+        return train(config).metrics
 
 
 @pytest.mark.parametrize("direction", ["to one", "from one"])
-def test_checkpoints_go_from_shares_to_a_whole_and_back(
-    rich: Config, ranks: Ranks, load: Any, monkeypatch: pytest.MonkeyPatch, direction: str
-) -> None:
+def test_checkpoints_go_from_shares_to_a_whole_and_back(rich: Config, ranks: Ranks, load: Any, direction: str) -> None:
     """Weights and the optimiser's moments: what is loaded is exactly what was saved."""
     config = rich(SHARDED)
     if direction == "to one":
         assert [result.error for result in ranks(2, lambda rank: stop_at(config, 2))] == ["Interrupted"] * 2
-        restored = [build(config, ALONE).state.state_dict()]
+        restored = [build(config).state.state_dict()]
     else:
-        monkeypatch.setattr(loop, "train_update", loop.train_update)  # put back afterwards
         with pytest.raises(Exception, match="stopped after update 2"):
             stop_at(config, 2)
         restored = ranks(2, lambda rank: build(config, join_processes("cpu", 1)).state.state_dict())
@@ -166,10 +134,10 @@ def test_an_interrupted_run_goes_on_exactly(rich: Config, ranks: Ranks, outcome:
 
 
 def test_gradient_checkpointing_changes_no_gradient(rich: Config, ranks: Ranks) -> None:
-    plain = first_update(rich(SHARDED), ALONE)[2]
+    plain = first_updates(awake(build(rich(SHARDED)))).gradients
     config = rich({**SHARDED, "engine.grad_checkpointing": True})
-    for _, _, gradients in ranks(2, lambda rank: first_update(config, join_processes("cpu", 1))):
-        assert_close(gradients, plain, rtol=1e-3, atol=1e-6)
+    for theirs in ranks(2, lambda rank: first_of_several(config)):
+        assert_close(theirs.gradients, plain, rtol=1e-3, atol=1e-6)
 
 
 def test_more_processes_than_held_out_images(rich: Config, ranks: Ranks, tmp_path: Path, digit_folders: Path) -> None:

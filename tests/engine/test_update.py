@@ -10,13 +10,14 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from steps import awake, first_updates
 from torch.nn import functional as F
 from torch.testing import assert_close
 
 from infvit.config import TrainConfig
 from infvit.data import TrainSampler
 from infvit.engine import train
-from infvit.engine.loop import Run, train_update
+from infvit.engine.loop import Run
 
 AUGMENTED: dict[str, Any] = {
     "recipe.mixup": 0.8,
@@ -32,28 +33,9 @@ DIGITS = {"data.name": "digits", "data.root": None}
 Tiny, Built = Callable[..., TrainConfig], Callable[[TrainConfig], Run]
 
 
-def awake(run: Run) -> Run:
-    """Fills the head, which starts at zero and so lets no gradient through."""
-    torch.nn.init.normal_(run.state.model.head.weight, std=0.3, generator=torch.Generator().manual_seed(1))
-    return run
-
-
 def gradients(run: Run) -> dict[str, torch.Tensor]:
     """Gradients of the run's first update."""
-    return first_update(run)[1]
-
-
-def first_update(run: Run) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of the run's first update."""
-    run.forward.train()
-    run.schedule.set(0)
-    run.sampler.start(0, 0)
-    batches = iter(run.train_loader)
-    micro_batches = (next(batches) for _ in range(run.sampler.micro_batches))
-    loss, _, images, done = train_update(run, micro_batches)
-    assert done
-    assert images == run.config.batch_size
-    return loss, {name: p.grad.clone() for name, p in run.state.model.named_parameters() if p.grad is not None}
+    return first_updates(run).gradients
 
 
 @pytest.mark.parametrize("recipe", [{"recipe.smoothing": 0.1}, AUGMENTED], ids=["plain", "augmented"])
@@ -62,7 +44,9 @@ def test_micro_batches_give_the_gradient_of_the_global_batch(
     tiny: Tiny, built: Built, recipe: dict[str, Any], micro: int | None
 ) -> None:
     """16 divides the batch of 64, 6 leaves a rest of 4. The reference sees the whole batch at once."""
-    loss, found = first_update(awake(built(tiny({**DIGITS, **recipe, "data.micro_batch_size": micro}, batch_size=64))))
+    config = tiny({**DIGITS, **recipe, "data.micro_batch_size": micro}, batch_size=64)
+    loss, _, seen, found, _ = first_updates(awake(built(config)))
+    assert seen == 64
 
     whole = awake(built(tiny({**DIGITS, **recipe}, batch_size=64)))
     whole.sampler.start(0, 0)
