@@ -75,7 +75,7 @@ class DataConfig:
     reader: str | None = key(None, "timm reader for data=timm, e.g. torch/cifar10, hfds/NAME, wds/PATTERN")
     train_split: str = key("train", "name of the training split")
     val_split: str = key("validation", "name of the held-out split")
-    classes: str | None = key(None, "file with one class name a line: only these classes, in this order (ImageNet-100)")
+    classes: str | None = key(None, "only these classes, in this order: imagenet100, or a file of one name a line")
     num_classes: int | None = key(None, "number of classes; needed only where the data set cannot tell")
     img_size: int | None = key(None, "image side in pixels; the model follows. Default: the data set's own size")
     in_chans: int = key(3, "image channels: 3 (RGB) or 1 (grey)")

@@ -8,22 +8,28 @@ import numpy as np
 from infvit.data.source import Selection, Source, shown
 from infvit.errors import DataError, did_you_mean
 
+LISTS = Path(__file__).parent / "class_lists"
+"""Lists that come along, `NAME.txt` each; `data.classes=NAME` reads one."""
+
 
 def read_class_list(file: str, known: Sequence[str]) -> tuple[str, ...]:
     """Reads a class list.
 
     Args:
         file: Text file with one class name a line, in the order of the labels; empty lines and `#` comments
-            are skipped.
+            are skipped. Or the name of one of `LISTS`.
         known: Classes of the data set.
 
     Raises:
         DataError: It cannot be read, is empty, or names a class twice or one that the data set does not have.
     """
+    ours = {path.stem: path for path in sorted(LISTS.glob("*.txt"))}
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = ours.get(file, Path(file).expanduser()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.classes={file} cannot be read ({error}); give a text file of class names.") from error
+        raise DataError(
+            f"data.classes={file} cannot be read ({error}); give a text file of class names, or {', '.join(ours)}."
+        ) from error
     names: dict[str, int] = {}
     for number, line in enumerate(lines, 1):
         name = line.strip()

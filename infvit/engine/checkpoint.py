@@ -10,10 +10,10 @@ from typing import Any
 import safetensors.torch
 import torch
 
+from infvit.engine.record import METRICS
 from infvit.errors import CheckpointError, TrainingError
 
 LAST, PREVIOUS, BEST = "last.pt", "previous.pt", "best.pt"
-METRICS = "metrics.jsonl"
 FORMAT = 2
 _WRAPPERS = ("module.", "_orig_mod.")
 

@@ -107,16 +107,31 @@ def check_same_run(config: TrainConfig, path: Path) -> None:
     Raises:
         ConfigError: the folder belongs to another configuration; the differing keys are named.
     """
-    stored_file = path / "config.yaml"
-    if not stored_file.exists():
+    stored = read_config(path)
+    if not stored:
         return
-    stored = yaml.safe_load(stored_file.read_text())
-    if not isinstance(stored, dict):  # after a power failure, say
-        raise ConfigError(f"{stored_file} is damaged, so it cannot be compared; remove it to go on with this run.")
     changes(config, stored, path)
     for key, value in _flat(asdict(config.engine)).items():
         if stored.get("engine", {}).get(key, value) != value:
             log.warning("engine.%s was %s when this run started and is %s now.", key, stored["engine"][key], value)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the configuration recorded in a run folder; empty where there is none.
+
+    Raises:
+        ConfigError: the record is damaged, after a power failure, say.
+    """
+    file = path / "config.yaml"
+    if not file.is_file():
+        return {}
+    try:
+        stored = yaml.safe_load(file.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError):
+        stored = None
+    if not isinstance(stored, dict):
+        raise ConfigError(f"{file} is damaged; remove it, and start the run's command again, which writes it anew.")
+    return stored
 
 
 def changes(config: TrainConfig, stored: dict[str, Any], path: Path) -> list[str]:

@@ -19,6 +19,7 @@ from infvit.engine.processes import ALONE, Processes
 from infvit.engine.validate import validate
 from infvit.errors import DataError
 from infvit.evaluation.rebuild import Rebuilt
+from infvit.metrics.classification import NothingScoredError
 
 COLUMNS = ("image", "label", "prediction", "probability", "top1", "top5", "top5_classes")
 """Of a file of predictions. `top1` and `top5` are 1 where the image counts as right; lists are separated by `|`."""
@@ -124,9 +125,7 @@ def score(
     collector = _Collector()
     try:
         scores = validate(model.to(device), loader, device, precision, processes=processes, observe=collector.add)
-    except ValueError as error:
-        if "no image was scored" not in str(error):
-            raise
+    except NothingScoredError as error:
         raise processes.everywhere(
             DataError(f"all {len(source)} images are damaged: {source.locate(0)} ...")
         ) from error

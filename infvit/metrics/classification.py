@@ -6,6 +6,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+class NothingScoredError(ValueError):
+    """There is no result, because there was no image."""
+
+
 class ClassificationScores:
     """Sums over samples, so that the result depends neither on the batch size nor on who scored which sample."""
 
@@ -33,10 +37,10 @@ class ClassificationScores:
         """Returns top1 and top5 in %, the mean loss, and the number of images.
 
         Raises:
-            ValueError: nothing was scored.
+            NothingScoredError: as it says.
         """
         if not self.images:
-            raise ValueError("no image was scored.")
+            raise NothingScoredError("no image was scored.")
         return {
             "top1": 100.0 * self.top1 / self.images,
             "top5": 100.0 * self.top5 / self.images,

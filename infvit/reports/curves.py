@@ -1,17 +1,12 @@
 """Learning curves of a run as one picture."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """Returns the rows of `metrics.jsonl`, one per epoch."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+from infvit.engine.record import read_history
 
 
 def draw_curves(folder: Path) -> None:
@@ -20,7 +15,7 @@ def draw_curves(folder: Path) -> None:
     Args:
         folder: a run folder with `metrics.jsonl`.
     """
-    rows = read_metrics(folder)
+    rows = read_history(folder)
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot: no global state, no display
     panels = figure.subplots(1, 3)

@@ -1,13 +1,12 @@
 """What the files of a run folder say, also while it runs."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from infvit.engine.folder import read_config
+from infvit.engine.record import read_history
 from infvit.engine.status import SWEEP, Status, read_jobs, read_status
 from infvit.errors import UserError
 
@@ -87,14 +86,14 @@ def read_run(folder: Path, overrides: Sequence[str] | None = None) -> RunView:
         folder: its folder, which need not exist.
         overrides: what a sweep planned for it; by default those in its status.
     """
-    status, config, rows = read_status(folder), folder / "config.yaml", folder / "metrics.jsonl"
+    status = read_status(folder)
     known = overrides if overrides is not None else status.overrides if status else ()
     return RunView(
         folder=folder,
         overrides=tuple(known),
         status=status,
-        config=yaml.safe_load(config.read_text()) if config.is_file() else {},
-        rows=tuple(json.loads(line) for line in rows.read_text().splitlines()) if rows.is_file() else (),
+        config=read_config(folder),
+        rows=tuple(read_history(folder)),
     )
 
 

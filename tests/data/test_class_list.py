@@ -9,6 +9,7 @@ from timm.data import ImageNetInfo
 
 from infvit.config import DataConfig, EngineConfig, EvalConfig, ModelConfig, RecipeConfig, TrainConfig
 from infvit.data import build_source, preflight
+from infvit.data.class_list import read_class_list
 from infvit.data.digits import digit_arrays
 from infvit.engine import train
 from infvit.errors import ConfigError, DataError
@@ -49,6 +50,18 @@ def test_a_run_keeps_its_classes(chosen: DataConfig, tmp_path: Path) -> None:
     assert result["images"] == int(np.isin(labels, (8, 1, 5)).sum())
     with pytest.raises(ConfigError, match=r"data.classes=... is for eval=imagenet"):
         evaluate(EvalConfig(checkpoint=str(tmp_path / "run"), device="cpu", data={"classes": "x"}))
+
+
+def test_the_list_that_comes_along() -> None:
+    """ImageNet-100 by its name: a hundred classes in the order of ImageNet-1K."""
+    known = ImageNetInfo().label_names()
+    classes = read_class_list("imagenet100", known)
+    assert len(classes) == 100
+    assert list(classes) == [name for name in known if name in classes]
+    assert (classes[0], classes[-1]) == ("n01558993", "n13040303")  # of the published list, the first and last WNID
+    for outside in ("../class_lists/imagenet100", "imagenet101"):
+        with pytest.raises(DataError, match=r"data.classes=.* cannot be read .*or imagenet100"):
+            read_class_list(outside, known)
 
 
 def test_folders_of_imagenet(tmp_path: Path, image: object) -> None:

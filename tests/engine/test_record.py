@@ -23,7 +23,8 @@ import infvit
 from infvit.config import TrainConfig
 from infvit.engine import train
 from infvit.engine.folder import git_state
-from infvit.engine.record import write_history
+from infvit.engine.record import read_history, write_history
+from infvit.errors import UserError
 from infvit.reports import draw_curves
 
 Config = Callable[..., TrainConfig]
@@ -60,6 +61,23 @@ def test_rows(tiny: Config, rows: Any) -> None:
         for name, cell in line.items():
             values = row[name] if isinstance(row[name], list) else [row[name]]
             assert [float(x) for x in cell.split()] == pytest.approx(values, rel=1e-5), name
+
+
+@pytest.mark.parametrize("line", ['{"epoch": 2, "top1"', "", "null", '{"top1": 3}', "\0\0"])
+def test_damaged_rows_are_named_and_written_anew(tiny: Config, rows: Any, line: str) -> None:
+    """By the run's own command, which changes nothing else in a run that is over."""
+    train(tiny(max_steps=1))
+    folder = folder_of(tiny())
+    before = rows(folder)
+    assert read_history(folder) == before
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2 is damaged: .*remove the file and start"):
+        read_history(folder)
+    (folder / "metrics.jsonl").unlink()
+    assert read_history(folder) == []
+    train(tiny(max_steps=1))
+    assert rows(folder) == before
 
 
 def test_without_an_average_there_are_no_columns_of_it(tiny: Config, rows: Any, load: Any) -> None:

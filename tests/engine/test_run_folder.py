@@ -91,11 +91,12 @@ def test_a_finished_run_keeps_its_rate(tiny: Config, load: Any, caplog: pytest.L
     assert "Changed on the way" not in (folder / "train.log").read_text()
 
 
-def test_a_damaged_record_is_named(tiny: Config) -> None:
+@pytest.mark.parametrize("content", [b"", b"a: [", b"\xff\xfe", b"- 1"])
+def test_a_damaged_record_is_named(tiny: Config, content: bytes) -> None:
     train(tiny(max_steps=1))
     record = folder_of(tiny()) / "config.yaml"
-    record.write_text("")
-    with pytest.raises(ConfigError, match=r"config.yaml is damaged, .*; remove it to go on with this run"):
+    record.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged; remove it, and start the run's command again"):
         train(tiny(max_steps=1))
     record.unlink()
     train(tiny(max_steps=1))
