@@ -19,6 +19,9 @@ from infvit.data.source import FileSource, Split, class_order, label_map, natura
 from infvit.data.tars import tar_members
 from infvit.errors import ConfigError, DataError
 
+EXTENSIONS = (*get_img_extensions(), ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
+"""Endings of files that count as images: timm's, and more that Pillow opens."""
+
 SYNONYMS = (("train", "training"), ("val", "validation", "valid", "eval", "evaluation"))
 
 
@@ -29,6 +32,7 @@ class Listing:
     files: dict[str, list[str | Opens]] = field(default_factory=dict)
     stray: list[str | Opens] = field(default_factory=list)
     hidden: int = 0
+    others: list[str] = field(default_factory=list)
     repeated: list[str] = field(default_factory=list)
 
     def add(self, name: str, files: Sequence[str | Opens]) -> None:
@@ -40,6 +44,8 @@ class Listing:
         lines = []
         if self.hidden:
             lines.append(f"{where}: skipped {self.hidden} hidden files or folders (leading dot, or __MACOSX).")
+        if self.others:
+            lines.append(f"{where}: ignored {len(self.others)} files that are no images by name: {shown(self.others)}.")
         if self.stray:
             lines.append(f"{where}: ignored {len(self.stray)} images outside the class folders.")
         if self.repeated:
@@ -113,7 +119,7 @@ def _labelled(data: DataConfig, path: Path, listing: Listing, classes: Sequence[
     if not files:
         raise DataError(
             f"{path} has {len(names)} class folders but no images; "
-            f"files must end in {', '.join(get_img_extensions())} (upper or lower case)."
+            f"files must end in {', '.join(EXTENSIONS)} (upper or lower case)."
         )
     targets = [index[name] for name in names for _ in listing.files[name]]
     return FileSource(files, targets, names if classes is None else classes, data.in_chans, listing.warnings(str(path)))
@@ -154,27 +160,35 @@ def is_hidden(name: str) -> bool:
 
 def is_image(name: str) -> bool:
     """Whether the extension, in upper or lower case, is one of an image."""
-    return os.path.splitext(name)[1].lower() in get_img_extensions()
+    return os.path.splitext(name)[1].lower() in EXTENSIONS
 
 
 def scan_folders(root: Path) -> Listing:
-    """Lists the class folders of a split. Links are followed, each real folder once, under the link's name."""
+    """Lists the class folders of a split. Links are followed, each real folder once, under the link's name.
+
+    Raises:
+        DataError: One class is a link to another: its images would have two labels.
+    """
     listing = Listing()
     entries = [entry for entry in os.scandir(root) if not _skip(entry, listing)]
     listing.stray = [entry.path for entry in entries if entry.is_file() and is_image(entry.name)]
     folders = sorted((e for e in entries if e.is_dir()), key=lambda e: (e.is_symlink(), natural_key(e.name)))
-    # A link may lead to another class, or above the root; both would count images twice.
     real = os.path.realpath(root)
-    seen = {real, *(str(parent) for parent in Path(real).parents)}
-    tops = []
+    above = {real, *(str(parent) for parent in Path(real).parents)}
+    tops: dict[str, os.DirEntry[str]] = {}
     for entry in folders:
         target = os.path.realpath(entry.path)
-        if target in seen:
+        if target in above:
             listing.repeated.append(entry.name)
+        elif target in tops:
+            raise DataError(
+                f"{entry.path} is a link to the folder of another class, {tops[target].name!r}; remove it, or put "
+                "images of its own there."
+            )
         else:
-            seen.add(target)
-            tops.append(entry)
-    for entry in tops:
+            tops[target] = entry
+    seen = above | tops.keys()
+    for entry in tops.values():
         files: list[str | Opens] = list(_images_below(entry.path, listing, seen))
         listing.add(entry.name, files)
     return listing
@@ -195,6 +209,8 @@ def _images_below(folder: str, listing: Listing, seen: set[str]) -> list[str]:
             images += _images_below(entry.path, listing, seen)
         elif is_image(entry.name):
             images.append(entry.path)
+        else:
+            listing.others.append(entry.name)
     return images
 
 
@@ -219,6 +235,8 @@ def scan_tars(paths: Sequence[Path]) -> Listing:
                     listing.add(path.stem, [member])
                 else:
                     listing.stray.append(member)
+            elif len(parts) > 1:
+                listing.others.append(parts[-1])
     for files in listing.files.values():
         files.sort(key=lambda file: natural_key(str(file)))
     return listing

@@ -77,6 +77,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {"imagenet_v2": tuple(name for name in SE
 CORRUPTED = ImageNetSet("imagenet_c", ("imagenet-c", "imagenet_c"), 50_000)
 """One folder `CORRUPTION/SEVERITY` (also `GROUP/CORRUPTION/SEVERITY`) of it; each is a set of its own."""
 
+STANDARD_CORRUPTIONS = (
+    *("gaussian_noise", "shot_noise", "impulse_noise", "defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    *("snow", "frost", "fog", "brightness", "contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+)
+"""Those that ImageNet-C's mean is over (Hendrycks and Dietterich, ICLR 2019, section 4.1); the others are its extra,
+validation corruptions."""
+
 NAMES = (*SETS, *FAMILIES, CORRUPTED.name)
 """What `eval=` can name."""
 

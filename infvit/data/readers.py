@@ -21,11 +21,10 @@ import numpy as np
 from PIL import Image
 from timm.data import create_dataset
 from timm.data.readers import create_reader
-from timm.data.readers.img_extensions import get_img_extensions
 
 from infvit.config import DataConfig
 from infvit.data.decode import decode, to_mode
-from infvit.data.folders import folder_source
+from infvit.data.folders import EXTENSIONS, folder_source
 from infvit.data.source import FileSource, Source, Split, label_map
 from infvit.data.tars import shard_paths, shard_samples
 from infvit.errors import ConfigError, DataError, MissingExtraError
@@ -150,7 +149,7 @@ def _hfds_source(data: DataConfig, split_name: str, classes: Sequence[str] | Non
 
 def _wds_source(data: DataConfig, split_name: str, classes: Sequence[str] | None) -> Source:
     paths = shard_paths(data, split_name)
-    files, labels = zip(*shard_samples(paths, get_img_extensions()), strict=True)
+    files, labels = zip(*shard_samples(paths, EXTENSIONS), strict=True)
     class_list, targets = _by_class_list(np.asarray(labels), [], data, classes, f"{data.reader}, split {split_name}")
     return FileSource(files, targets, class_list, data.in_chans)
 

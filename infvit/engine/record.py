@@ -40,7 +40,7 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
         return rows
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=_refuse)
         except ValueError:
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("epoch"), int):
@@ -57,6 +57,10 @@ def replace_text(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _plain(value: Any) -> Any:

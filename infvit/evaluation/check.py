@@ -11,6 +11,7 @@ from infvit.data.imagenet_sets import CORRUPTED, SETS, ImageNetSet, corruptions,
 from infvit.data.source import shown
 from infvit.engine.processes import ALONE, Processes
 from infvit.errors import ConfigError, DataError, did_you_mean
+from infvit.evaluation.imagenet import root_of
 
 TRAIN = ImageNetSet("imagenet_train", ("train", "imagenet/train", "ILSVRC/Data/CLS-LOC/train"), 1_281_167)
 
@@ -44,7 +45,7 @@ def check(config: EvalConfig, processes: Processes = ALONE) -> dict[str, dict[st
         raise ConfigError(f"data.{name} has no effect with eval=check, which looks at files only; leave it out.")
     if root is None and not config.roots:
         raise ConfigError("data.root is missing: eval=check needs the folder to look into, data.root=PATH.")
-    found = {name: _look(spec, DataConfig(root=root), config.roots.get(name)) for name, spec in specs.items()}
+    found = {name: _look(spec, DataConfig(root=root), root_of(name, config.roots)) for name, spec in specs.items()}
     if processes.first:
         print(_shown(found, specs))
     there = [name for name, finding in found.items() if finding.path]
@@ -62,7 +63,8 @@ def _look(spec: ImageNetSet, data: DataConfig, own_root: str | None) -> Finding:
         return Finding(None, 0, 0, [])
     base = Path(root).expanduser()
     if not base.exists():
-        raise DataError(f"{'data.root' if own_root is None else f'roots.{spec.name}'}={root} does not exist.")
+        raise DataError(f"{'data.root' if own_root is None else f'roots.{spec.name}'}={root} does not exist; "
+                        "docs/imagenet.md says what to put where.")  # fmt: skip
     path = locate(spec, base) if base.is_dir() else None
     path = path or (base if own_root else None)
     if path is None:

@@ -4,7 +4,7 @@ import csv
 import json
 import logging
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ def _only(files: dict[str, Path], run: str) -> Path:
 
 def _compared(first: Path, second: Path) -> dict[str, Any]:
     ours, theirs = _read(first), _read(second)
+    if ours.keys() != theirs.keys():  # one of them from another layout of the same images, in a tar file, say
+        ours, theirs = _by_file_name(ours), _by_file_name(theirs)
     if ours.keys() != theirs.keys():
         odd = sorted(ours.keys() ^ theirs.keys())
         raise DataError(
@@ -88,6 +90,12 @@ def _compared(first: Path, second: Path) -> dict[str, Any]:
             raise DataError(f"{first} and {second} have different labels for {image!r}: {label}, {theirs[image][0]}.")
     hits, others = (np.array([rows[image][1] for image in ours]) for rows in (ours, theirs))
     return {**asdict(compare_hits(hits, others)), "files": [str(first), str(second)]}
+
+
+def _by_file_name(rows: dict[str, tuple[str, bool]]) -> dict[str, tuple[str, bool]]:
+    """Leaves the folders out of the names of the images, where that confuses none."""
+    short = {PurePosixPath(image).name: row for image, row in rows.items()}
+    return short if len(short) == len(rows) else rows
 
 
 def _read(path: Path) -> dict[str, tuple[str, bool]]:

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from infvit.config import EvalConfig
-from infvit.data.imagenet_sets import CORRUPTED, FAMILIES, NAMES, SETS, OpenSet, find_sets, open_set
+from infvit.data.imagenet_sets import (
+    CORRUPTED,
+    FAMILIES,
+    NAMES,
+    SETS,
+    STANDARD_CORRUPTIONS,
+    OpenSet,
+    find_sets,
+    open_set,
+)
 from infvit.engine.processes import Processes
 from infvit.errors import ConfigError, did_you_mean
 from infvit.evaluation.files import result_path
@@ -28,7 +37,7 @@ def open_sets(config: EvalConfig, rebuilt: Rebuilt, names: list[str]) -> list[Op
         DataError: a set is missing or not what it should be.
     """
     for name in config.roots:
-        if name not in names:
+        if name not in names and not (name == "imagenet" and "imagenet_real" in names):
             raise ConfigError(f"roots.{name} has no effect: eval={name} is not asked for. {did_you_mean(name, names)}")
     opened = []
     for name in names:
@@ -37,7 +46,7 @@ def open_sets(config: EvalConfig, rebuilt: Rebuilt, names: list[str]) -> list[Op
         if reader is not None:
             found = [(SETS[name], Path())]
         else:
-            found = find_sets(name, rebuilt.data, config.roots.get(name), alone=len(names) == 1)
+            found = find_sets(name, rebuilt.data, root_of(name, config.roots), alone=len(names) == 1)
         absent = [variant for variant in FAMILIES.get(name, ()) if variant not in [spec.name for spec, _ in found]]
         if absent:
             log.warning("not scored, since not there: %s", ", ".join(absent))
@@ -49,10 +58,17 @@ def open_sets(config: EvalConfig, rebuilt: Rebuilt, names: list[str]) -> list[Op
     return opened
 
 
+def root_of(name: str, roots: dict[str, str]) -> str | None:
+    """Returns the root given for a set; ReaL labels the images of `imagenet`, so it takes theirs."""
+    return roots.get(name, roots.get("imagenet") if name == "imagenet_real" else None)
+
+
 def score_set(config: EvalConfig, rebuilt: Rebuilt, entry: OpenSet, processes: Processes) -> Row:
     """Scores one set and saves what the model said about each image; returns its row of the table."""
     classes = hashlib.sha1(" ".join(entry.classes).encode()).hexdigest()
     processes.require_same((len(entry.source), classes), f"images or classes in {entry.path}")
+    if entry.spec.name.startswith(f"{CORRUPTED.name}/") and config.crop_pct is None:
+        config = replace(config, crop_pct=1.0)  # its images are cropped already, to 224 px
     _, answers = score(config, rebuilt, entry.source, processes, entry.columns)
     if processes.first:
         path = result_path(config, rebuilt, "predictions", entry.spec.name, ".csv")
@@ -106,17 +122,28 @@ def show(rows: list[Row]) -> str:
 
 
 def _severities(rows: list[Row]) -> list[str]:
-    """Returns top-1 by corruption and severity, and the mean of all of them."""
+    """Returns top-1 by corruption and severity, with the means of whole corruptions.
+
+    A corruption that lacks a severity has no mean: the severities are not equally hard.
+    """
     top1 = {tuple(row["set"].split("/")[1:]): row["top1"] for row in rows}
     lines = [
         f"{'imagenet_c, top-1, severity':<30}" + "".join(f"{severity:>8}" for severity in range(1, 6)) + "    mean"
     ]
-    for name in sorted({name for name, _ in top1}):
+    means = {}
+    for name in sorted({name for name, _ in top1}, key=lambda name: (name not in STANDARD_CORRUPTIONS, name)):
         scores = [top1.get((name, str(severity))) for severity in range(1, 6)]
         there = [value for value in scores if value is not None]
-        cells = "".join(f"{'-':>8}" if value is None else f"{value:>8.2f}" for value in scores)
-        lines.append(f"{name:<30}{cells}{sum(there) / len(there):>8.2f}")
-    lines.append(f"{f'mean of {len(top1)} settings':<70}{sum(top1.values()) / len(top1):>8.2f}")
+        whole = len(there) == len(scores)
+        if whole and name in STANDARD_CORRUPTIONS:
+            means[name] = sum(there) / len(there)
+        cells = [*scores, sum(there) / len(there) if whole else None]
+        shown = name if name in STANDARD_CORRUPTIONS else f"{name} (extra)"
+        lines.append(f"{shown:<30}" + "".join(f"{'-':>8}" if cell is None else f"{cell:>8.2f}" for cell in cells))
+    if means:
+        number = len(STANDARD_CORRUPTIONS)
+        which = f"all {number} corruptions" if len(means) == number else f"{len(means)} of the {number} corruptions"
+        lines.append(f"{f'mean of {which}, extra ones apart':<70}{sum(means.values()) / len(means):>8.2f}")
     return lines
 
 

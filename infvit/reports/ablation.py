@@ -49,12 +49,12 @@ class Setting:
     def progress(self) -> str:
         """How many runs are in which state."""
         counts = Counter(run.state for run in self.runs)
-        order = [*STATES[1:], "running", "stopped", "missing"]
+        order = [*STATES[1:], "running", "stopped", "damaged", "missing"]
         return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
 
     def published(self, metric: str) -> float | None:
         """Returns the published figure of this setting, if there is one."""
-        pairs = (tuple(override.split("=", 1)) for override in self.overrides)
+        pairs = (override.partition("=")[::2] for override in self.overrides)
         figures = [ABLATION[key, value] for key, value in pairs if (key, value) in ABLATION]
         return figures[0].get(metric) if len(figures) == 1 else None
 
@@ -106,7 +106,8 @@ def _cell(setting: Setting, metric: str, known: bool) -> Cell:
     if not known:
         return Cell(text=PENDING)
     states = {run.state for run in setting.runs}
-    return Cell(text=next((s for s in ("running", "failed", "preempted", "stopped", "missing") if s in states), "-"))
+    order = ("running", "failed", "damaged", "preempted", "stopped", "missing")
+    return Cell(text=next((state for state in order if state in states), "-"))
 
 
 def _note(runs: Sequence[RunView]) -> str:
@@ -114,7 +115,9 @@ def _note(runs: Sequence[RunView]) -> str:
     what = {(run.config["model"]["name"], run.config["data"]["name"]) for run in runs if run.config}
     ran = ", ".join(f"{model} on {data}" for model, data in sorted(what)) or "nothing yet"
     same = what == {("infvit_linear_4l", "imagenet")}
-    return f"Run: {ran}." + ("" if same else " Published: infvit_linear_4l on ImageNet-1K, so no comparison.")
+    cut = sorted({run.config["max_steps"] for run in runs if run.config.get("max_steps")})
+    short = f" Ended by max_steps={', '.join(map(str, cut))} updates." if cut else ""
+    return f"Run: {ran}.{short}" + ("" if same else " Published: infvit_linear_4l on ImageNet-1K, so no comparison.")
 
 
 def write_ablation(folder: Path) -> Path:

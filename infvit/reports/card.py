@@ -40,6 +40,8 @@ def write_card(folder: Path) -> Path:
     Raises:
         UserError: not a run that was started.
     """
+    if is_run(folder) and (damage := read_run(folder).damage):
+        raise UserError(damage)
     if not is_run(folder) or not read_run(folder).config:
         raise UserError(f"{folder} holds no run with a config.yaml; name the folder of a run that has started.")
     path = folder / "README.md"
@@ -58,6 +60,8 @@ def card_text(folder: Path) -> str:
         ("recipe", f"{run.config['recipe']['name']}, batch {run.config['batch_size']}, seed {run.config['seed']}"),
         ("epochs", f"{run.epochs} of {run.config['epochs']}, {run.state}"),
     ]
+    if steps := run.config.get("max_steps"):
+        facts.append(("updates", f"ended by max_steps={steps}"))
     use = []
     if rebuilt:
         size = (len(rebuilt.classes), rebuilt.data.in_chans, rebuilt.img_size)
@@ -115,7 +119,8 @@ def _scores(run: RunView) -> str:
     for name, label in scored:
         choose = min if name.endswith("loss") else max
         best, epoch = choose((value, -epoch) if choose is max else (value, epoch) for epoch, value in run.series(name))
-        lines.append(f"| {label} | {run.last(name):.4g} | {best:.4g} (epoch {abs(epoch)}) |")
+        digits = 4 if name.endswith("loss") else 2
+        lines.append(f"| {label} | {run.last(name):.{digits}f} | {best:.{digits}f} (epoch {abs(epoch)}) |")
     text = "\n".join(lines)
     published = IMAGENET.get(run.config["model"]["name"])
     if published and run.config["data"]["name"] == "imagenet":

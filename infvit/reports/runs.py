@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from infvit.engine.folder import read_config
-from infvit.engine.record import read_history
+from infvit.engine.folder import STATUS, read_config
+from infvit.engine.record import METRICS, read_history
 from infvit.engine.status import SWEEP, Status, read_jobs, read_status
 from infvit.errors import UserError
 
@@ -21,6 +21,7 @@ class RunView:
         status: of a job of a sweep that has begun.
         config: the resolved configuration; empty if the run was never started.
         rows: the metrics of its epochs.
+        damage: what is wrong with its files, if something is.
     """
 
     folder: Path
@@ -28,6 +29,7 @@ class RunView:
     status: Status | None = None
     config: dict[str, Any] = field(default_factory=dict)
     rows: tuple[dict[str, Any], ...] = ()
+    damage: str = ""
 
     @property
     def name(self) -> str:
@@ -36,10 +38,13 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """`running`, `done`, `failed`, `preempted`; `missing` if it never began; of a single run `done` or `stopped`.
+        """`running`, `done`, `failed`, `preempted`; `missing` if it never began; of a single run `done` or `stopped`;
+        `damaged` if its files do not say.
 
         A single run has no status, and one that runs looks like one that was stopped.
         """
+        if self.damage:
+            return "damaged"
         if self.status is not None:
             return self.status.state
         if not self.config:
@@ -56,7 +61,7 @@ class RunView:
     @property
     def error(self) -> str:
         """The line that ended it, if one did."""
-        return (self.status and self.status.error) or ""
+        return self.damage or (self.status and self.status.error) or ""
 
     @property
     def seed(self) -> int:
@@ -88,13 +93,15 @@ def read_run(folder: Path, overrides: Sequence[str] | None = None) -> RunView:
     """
     status = read_status(folder)
     known = overrides if overrides is not None else status.overrides if status else ()
-    return RunView(
-        folder=folder,
-        overrides=tuple(known),
-        status=status,
-        config=read_config(folder),
-        rows=tuple(read_history(folder)),
-    )
+    try:
+        if status is None and (folder / STATUS).exists():
+            raise UserError(f"{folder / STATUS} is damaged; start the command again, which writes it anew.")
+        config, rows = read_config(folder), tuple(read_history(folder))
+        if status is not None and status.state == "done" and not rows:
+            raise UserError(f"{folder} is done, but {METRICS} is gone; start the command again, which writes it anew.")
+    except UserError as error:
+        return RunView(folder, tuple(known), status, damage=str(error))
+    return RunView(folder, tuple(known), status, config, rows)
 
 
 def find_runs(*roots: Path) -> list[RunView]:

@@ -1,12 +1,14 @@
 """Class folders and tar files: labels that cannot be silently wrong, and one clear line for what is missing."""
 
 import os
+import shutil
 import tarfile
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from timm.utils.misc import natural_key as timm_natural_key
 
@@ -119,11 +121,23 @@ def test_stray_and_hidden_files(folders: Path, image: Write) -> None:
     image("train/__MACOSX/x.jpg")
     (folders / "train/a/.DS_Store").touch()
     (folders / "train/a/notes.txt").touch()
+    (folders / "train/notes.txt").touch()
     check = preflight(config(folders))
     assert check.classes == ("a", "b", "c")
     assert labels(check.train) == [0, 0, 1, 1, 2, 2]
     assert "skipped 3 hidden" in warned(check, "skipped")
-    assert "ignored 1 images" in warned(check, "ignored")
+    assert "ignored 1 images" in warned(check, "outside")
+    assert "ignored 1 files that are no images by name: 'notes.txt'" in warned(check, "by name")
+
+
+def test_images_of_other_kinds_count(folders: Path) -> None:
+    for suffix in (".webp", ".bmp", ".GIF", ".tif", ".tiff", ".ppm"):
+        Image.new("RGB", (8, 8), (200, 10, 10)).save(folders / f"train/a/x{suffix}")
+    check = preflight(config(folders))
+    assert labels(check.train) == [0] * 8 + [1, 1, 2, 2]
+    assert not check.warnings
+    for i in range(8):
+        assert check.train.image(i).getpixel((4, 4)) == pytest.approx((200, 10, 10), abs=4)
 
 
 def test_links_loops_case_and_unicode(tmp_path: Path, image: Write) -> None:
@@ -148,11 +162,13 @@ def test_links_loops_case_and_unicode(tmp_path: Path, image: Write) -> None:
     assert check.train.image(0).size == (32, 24)
 
 
-def test_a_linked_sibling_class_does_not_take_its_images(folders: Path) -> None:
-    (folders / "train/A0").symlink_to(folders / "train/b")
-    check = preflight(config(folders))
-    assert check.classes == ("a", "b", "c")
-    assert "'A0'" in warned(check, "skipped links")
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_class_that_is_a_link_to_another_is_refused(folders: Path, split: str) -> None:
+    """Its images would have two labels."""
+    shutil.rmtree(folders / split / "a")
+    (folders / split / "a").symlink_to(folders / split / "b")
+    with pytest.raises(DataError, match=rf"{split}/a is a link to the folder of another class, 'b'; remove it"):
+        preflight(config(folders))
 
 
 def test_accents_written_in_two_ways_are_one_class(folders: Path, image: Write) -> None:
@@ -185,7 +201,7 @@ def test_missing_root(tmp_path: Path) -> None:
 
 def test_no_images_and_no_folders(tmp_path: Path, folders: Path) -> None:
     for path in folders.glob("train/*/*"):
-        path.rename(path.with_suffix(".gif"))
+        path.rename(path.with_suffix(".heic"))
     refused(folders, str(folders / "train"), "3 class folders but no images", ".jpeg")
     (tmp_path / "empty/train").mkdir(parents=True)
     refused(tmp_path / "empty", "no class folders", "found 0 images")

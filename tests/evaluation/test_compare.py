@@ -103,6 +103,17 @@ def test_runs_by_file(folders: tuple[Path, Path]) -> None:
         compare(one, folders[1])
 
 
+def test_the_layout_of_the_same_images_does_not_matter(tmp_path: Path) -> None:
+    """From class folders, and from a tar file; not where two images have one name."""
+    one = write(tmp_path / "x.csv", [("n1/a.jpg", "p", 1), ("n2/b.jpg", "q", 0)])
+    two = write(tmp_path / "y.csv", [("/data/val.tar/b.jpg", "q", 1), ("/data/val.tar/a.jpg", "p", 1)])
+    row = compare(one, two)["predictions"]
+    assert (row["images"], row["only_first"], row["only_second"]) == (2, 0, 1)
+    two = write(tmp_path / "y.csv", [("n1/a.jpg", "p", 1), ("n3/b.jpg", "q", 0), ("n4/b.jpg", "q", 0)])
+    with pytest.raises(DataError, match="not of the same images"):
+        compare(one, two)
+
+
 def test_other_images_or_labels_are_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     one = write(tmp_path / "x.csv", [("a", "p", 1), ("b", "p", 1)])
     for rows, message in (

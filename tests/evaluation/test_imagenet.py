@@ -207,20 +207,26 @@ def test_what_is_missing_is_found_before_anything_is_scored(root: Path, tmp_path
 
 
 def test_corruptions_by_severity(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Of ten images, as many are wrong as the severity says."""
-    for group, name in (("blur/", "fog"), ("", "snow")):
-        for severity in range(1, 6 if name == "fog" else 4):
+    """Of ten images, as many are wrong as the severity says. Only whole corruptions have a mean, and extra ones do not
+    enter that of all."""
+    for group, name in (("blur/", "fog"), ("", "snow"), ("extra/", "spatter"), ("", "jpeg_compression")):
+        for severity in range(1, 4 if name == "snow" else 6):
             for i in range(10):
-                said = i + 500 if i < severity else i
+                said = i + 500 if i < severity - (name == "jpeg_compression") else i
                 paint(tmp_path / "imagenet-c" / f"{group}{name}" / str(severity) / WNIDS[i] / "x.jpg", said)
     rows = score(tmp_path, "imagenet_c", tmp_path)
     expected = {f"imagenet_c/fog/{s}": 100.0 - 10 * s for s in range(1, 6)}
     expected |= {f"imagenet_c/snow/{s}": 100.0 - 10 * s for s in range(1, 4)}
+    expected |= {f"imagenet_c/spatter/{s}": 100.0 - 10 * s for s in range(1, 6)}
+    expected |= {f"imagenet_c/jpeg_compression/{s}": 110.0 - 10 * s for s in range(1, 6)}
     assert {name: row["top1"] for name, row in rows.items()} == pytest.approx(expected)
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert shown[1] == ["fog", "90.00", "80.00", "70.00", "60.00", "50.00", "70.00"]
-    assert shown[2] == ["snow", "90.00", "80.00", "70.00", "-", "-", "80.00"]
-    assert shown[3] == ["mean", "of", "8", "settings", "73.75"]
+    assert shown[2] == ["jpeg_compression", "100.00", "90.00", "80.00", "70.00", "60.00", "80.00"]
+    assert shown[3] == ["snow", "90.00", "80.00", "70.00", "-", "-", "-"]
+    assert shown[4] == ["spatter", "(extra)", "90.00", "80.00", "70.00", "60.00", "50.00", "70.00"]
+    assert " ".join(shown[5]) == "mean of 2 of the 15 corruptions, extra ones apart 75.00"
+    assert {row["crop_pct"] for row in rows.values()} == {1.0}  # they are cropped already
     assert score(tmp_path, "imagenet_c", tmp_path / "imagenet-c") == rows
 
 

@@ -154,6 +154,30 @@ def test_what_a_folder_holds(tmp_path: Path, sweep: Path, run_folder: Callable[.
     assert not {"files", "single.old-20260101-000000"} & found.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("metrics.jsonl", '{"epoch": 1, "top1": 98.0}\n{"epoch": 2, "to', "metrics.jsonl, line 2 is damaged"),
+        ("metrics.jsonl", '{"epoch": 1, "top1": NaN}\n', "metrics.jsonl, line 1 is damaged"),
+        ("metrics.jsonl", "", "is done, but metrics.jsonl is gone"),
+        ("config.yaml", "a: [", "config.yaml is damaged"),
+        ("status.json", "{nope", "status.json is damaged"),
+        ("status.json", "[]", "status.json is damaged"),
+    ],
+)
+def test_a_damaged_job_hides_neither_itself_nor_the_others(sweep: Path, name: str, content: str, message: str) -> None:
+    job = sweep / "model.gamma-0.3_seed-1"
+    add_jobs(sweep, {job: read_run(job).overrides})
+    (job / name).write_text(content)
+    table = ablation_table(find_runs(sweep), "sweep")
+    place = next(i for i, label in enumerate(table.columns) if "0.3" in label)
+    assert table.progress[place] == "2 done, 1 damaged"
+    top1 = next(row for row in table.rows if row.metric == "top1")
+    left = [SCORES["0.3"][0], SCORES["0.3"][2]]
+    assert (top1.cells[place].mean, top1.cells[place].count) == (pytest.approx(statistics.mean(left)), 2)
+    assert any(line.startswith("model.gamma-0.3_seed-1: ") and message in line for line in table.errors)
+
+
 def test_a_run_is_over_after_its_last_update_too(tmp_path: Path, run_folder: Callable[..., Path]) -> None:
     folder = run_folder(tmp_path / "run", [], [1.0], None)
     assert read_run(folder).state == "stopped"

@@ -36,9 +36,9 @@ def test_the_card(trained: Path, capsys: pytest.CaptureFixture) -> None:
     assert (front["library_name"], front["pipeline_tag"]) == ("timm", "image-classification")
     assert "# infvit_linear_mini trained on digits" in text
     best = max(run.series("top1"), key=lambda point: (point[1], -point[0]))
-    assert f"| top-1 (%) | {run.last('top1'):.4g} | {best[1]:.4g} (epoch {best[0]}) |" in text
+    assert f"| top-1 (%) | {run.last('top1'):.2f} | {best[1]:.2f} (epoch {best[0]}) |" in text
     least = min(run.series("loss"), key=lambda point: point[1])
-    assert f"| loss | {run.last('loss'):.4g} | {least[1]:.4g} (epoch {least[0]}) |" in text
+    assert f"| loss | {run.last('loss'):.4f} | {least[1]:.4f} (epoch {least[0]}) |" in text
     assert "| epochs | 2 of 2, done |" in text
     assert "| top1 | 12.3457 |" in text
     assert text.index("![curves](curves.png)") < text.index("![map](map.png)")
