@@ -18,7 +18,7 @@ from infvit.engine.device import autocast
 from infvit.metrics.memory import is_out_of_memory
 
 RIGHT, WRONG, UNCHECKED, NO_REFERENCE = "right", "wrong", "unchecked", "no reference"
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 HEADS, FEWEST_TOKENS, MOST_TOKENS = 3, 64, 16_385
 SPREAD = 2.0  # of the tokens; with weights as initialised, scores of norm 1 would be so even that any weighting passes
 
@@ -93,7 +93,7 @@ def deviation(got: Tensor, true: Tensor) -> float:
 
 def _worst(layer: AttentionLayer, tokens: int, device: torch.device, precision: torch.dtype, training: bool) -> float:
     """Returns the largest relative deviation at `tokens`; infinite where the output is not finite."""
-    weights = torch.float32 if training and precision != torch.float64 else precision
+    weights = torch.float32 if training else precision
     layer = deepcopy(layer).to(device, weights).train(training)
     generator = torch.Generator().manual_seed(0)
     width = layer.num_heads * layer.head_dim
@@ -104,7 +104,9 @@ def _worst(layer: AttentionLayer, tokens: int, device: torch.device, precision: 
     with torch.set_grad_enabled(training):
         with autocast(device, precision if training else torch.float32):
             found = _heads(layer, x)[:, chosen].to(reference_device, torch.float64)
-        expected, slope = _reference(layer, x, chosen, gradient, reference_device)
+            # Both start from the same rounded q and k: where a ReLU opens, another rounding is another gradient.
+            projected = layer.project(x)
+        expected, slope = _reference(layer, x, projected, chosen, gradient, reference_device)
         results = [(found.detach(), expected)]
         if training:
             got = torch.autograd.grad(found, x, gradient.to(reference_device))[0]
@@ -132,27 +134,26 @@ def _heads(layer: AttentionLayer, x: Tensor) -> Tensor:
 
 
 def _reference(
-    layer: AttentionLayer, x: Tensor, chosen: list[int], gradient: Tensor, device: torch.device
+    layer: AttentionLayer,
+    x: Tensor,
+    projected: tuple[Tensor, Tensor, Tensor],
+    chosen: list[int],
+    gradient: Tensor,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Returns the reference's heads, and the gradient that they give the tokens, in float64, head by head."""
-    twin = deepcopy(layer).to(device, torch.float64).eval()
-    tokens = x.detach().to(device, torch.float64).requires_grad_(x.requires_grad)
-    q, k, v = twin.project(tokens)
-    arguments = _arguments(twin.core)
-    if len(chosen) == layer.num_heads and len(chosen) > HEADS:
-        groups = [list(range(layer.num_heads))]
-    else:
-        groups = [[head] for head in chosen]
-    heads, slope = [], torch.zeros_like(tokens)
-    start = 0
-    for group in groups:
-        out = twin.core.reference(q[:, group], k[:, group], v[:, group], **arguments)
+    q, k, v = (part.to(device, torch.float64) for part in projected)
+    core = deepcopy(layer.core).to(device, torch.float64)
+    whole = len(chosen) == layer.num_heads > HEADS
+    heads, slope = [], torch.zeros_like(x, dtype=torch.float64)
+    for at in [slice(None)] if whole else [slice(i, i + 1) for i in range(len(chosen))]:
+        group = chosen[at]
+        out = core.reference(q[:, group], k[:, group], v[:, group], **_arguments(core))
         if x.requires_grad:
-            part = gradient[:, start : start + len(group)].to(device)
-            slope += torch.autograd.grad(out, tokens, part, retain_graph=True)[0]
+            part = gradient[:, at].to(device)
+            slope += torch.autograd.grad(out, x, part, retain_graph=True)[0].double()
         heads.append(out.detach())
-        start += len(group)
-    return torch.cat(heads, 1), slope
+    return torch.cat(heads, 1), slope.to(device)
 
 
 def _arguments(core: Mechanism) -> dict[str, Any]:
