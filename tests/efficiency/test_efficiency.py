@@ -360,16 +360,34 @@ def test_a_process_that_is_killed_or_slow_or_broken(monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
 
 
+def test_memory_of_the_scores(ranks: Callable[..., list[Any]]) -> None:
+    """Unfused attention holds score matrices, 6 heads x 1025^2 x 4 bytes each; the fused kernel holds none."""
+    scores = 6 * 1025**2 * 4 / 2**20
+    names = ("vit_mini", "vit_mini:unfused")
+    settings = replace(QUICK, memory_limit=2.0 * 2**30)
+    fused, unfused = ranks(
+        2, lambda rank: perform(Task("memory", [Cell(names[rank], "inference", 128)], settings))
+    )  # fmt: skip
+    assert fused["limited"]
+    assert unfused["limited"]
+    assert fused["mib"] < scores < unfused["mib"] < 8 * scores
+
+
 @pytest.mark.slow
-def test_memory_is_of_a_process_of_its_own() -> None:
-    """Unfused attention holds score matrices, 6 heads x 1025^2 x 4 bytes each; without room for them it says so."""
-    scores = 6 * 1025**2 * 4
-    task = Task("memory", [Cell("vit_mini:unfused", "inference", 128)], replace(QUICK, memory_limit=2 * 2.0**30))
-    found = in_a_process(task, 2.0)
-    assert found["limited"]
-    assert 8 * scores > found["mib"] * 2**20 > scores
-    found = in_a_process(replace(task, settings=replace(QUICK, memory_limit=1.0 * scores)), 2.0)
+def test_memory_that_runs_out_in_a_process_of_its_own() -> None:
+    settings = replace(QUICK, memory_limit=6.0 * 1025**2 * 4)
+    found = in_a_process(Task("memory", [Cell("vit_mini:unfused", "inference", 128)], settings), 2.0)
     assert found["failed"] == "out of memory"
+    assert "allocate" in found["detail"]
+
+
+def test_a_worker_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(worker.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(worker.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(worker.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        worker._end_with(7)
 
 
 def test_the_command(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -137,8 +139,16 @@ def in_a_process(task: Task, minutes: float) -> dict[str, Any]:
     return result
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process as soon as the one that started it is gone, which may have been killed without a word."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main(asked: str, answered: str) -> None:
     """Reads a task, measures, writes the result."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         result = perform(Task.of(json.loads(Path(asked).read_text())))
     except UserError as error:
