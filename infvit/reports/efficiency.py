@@ -79,7 +79,9 @@ def _main_table(result: dict[str, Any]) -> str:
     baselines = result["settings"]["baselines"]
     several = len({row["scope"] for row in result["rows"]}) > 1 or any(r["scope"] != "model" for r in result["rows"])
     heads = ["model", *(["scope"] if several else []), "mode", "px", "batch", "tokens", "latency (ms)", "images/s"]
-    heads += [*(f"x {name}" for name in baselines), "memory (MiB)", "GFLOPs"]
+    compiled = result["settings"]["compile"]
+    heads += [*(["first call (ms)"] if compiled else []), *(f"x {name}" for name in baselines)]
+    heads += ["memory (MiB)", "GFLOPs"]
     heads += ["J/image, measured", "J/image, paper's convention"]
     lines = [_line(heads), "|---" * len(heads) + "|"]
     for row in result["rows"]:
@@ -90,6 +92,7 @@ def _main_table(result: dict[str, Any]) -> str:
             shown = f"{_short(latency['median_ms'])} [{low}, {high}]"
         cells = [row["model"], *([row["scope"]] if several else []), row["mode"], row["resolution"], row["batch"]]
         cells += [row["tokens"] or "-", shown, _short(row["images_per_s"])]
+        cells += [_short(latency["first_ms"] if latency else None)] if compiled else []
         cells += [_ratio(row, row["speedup"][name]) for name in baselines]
         flops = None if row["flops"] is None else row["flops"] / 1e9
         cells += [_short(row["memory_mib"]), _short(flops), _short(row["energy_j"]), _short(row["papers_convention_j"])]

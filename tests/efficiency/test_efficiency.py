@@ -177,6 +177,9 @@ def test_a_compiled_model_that_differs_is_wrong(tmp_path: Path, machine: Machine
     row = row_of(json.loads((tmp_path / "efficiency.json").read_text()), "infvit_pure_mini")
     assert "compiled model differs" in row["check"]["reason"]
     assert row["speedup"]["vit_mini"] == "wrong result"
+    text = (tmp_path / "efficiency.md").read_text()
+    assert "| first call (ms) | x vit_mini |" in text
+    assert cells_of(text, "vit_mini")[7] == "50.0"
 
 
 def test_a_check_at_fewer_tokens_is_marked(tmp_path: Path, machine: Machine) -> None:

@@ -103,9 +103,10 @@ def _check_compiled(subject: Subject, precision: torch.dtype) -> Check:
 def _check(cell: Cell, settings: Settings, device: torch.device, precision: torch.dtype) -> Check:
     torch.manual_seed(0)
     model = create(cell)
-    memory = settings.memory_limit if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    on_gpu = device.type == "cuda"
+    memory = torch.cuda.mem_get_info(device)[0] if on_gpu else settings.memory_limit or available_memory()
     layer, tokens = attention_layer(model), token_count(model)
-    return check_layer(layer, tokens, device, precision, cell.mode == "training", memory or available_memory())
+    return check_layer(layer, tokens, device, precision, cell.mode == "training", memory)
 
 
 def in_a_process(task: Task, minutes: float) -> dict[str, Any]:
