@@ -26,10 +26,9 @@ whole step (forward, cross-entropy, backward, AdamW), float32 weights under auto
 process above what it held before the call, weights not included (training: gradients and AdamW's averages are). FLOPs:
 matrix products and convolutions of one image, 1 MAC = 2 FLOPs, counted along the path without fused kernels; training:
 forward and backward. "Paper's convention": latency x {inference_watts:g} W (training {training_watts:g} W), no
-measurement.
-Ratios are images per second over those of the baseline, from one process; a ratio stands only where both mechanisms
-equal their references in float64 at this size and precision (`*`: at fewer tokens, for the reference's memory;
-`+`: attention of timm, which has no reference here)."""
+measurement. Ratios are images per second over those of the baseline, from one process; a ratio stands only where both
+mechanisms equal their references in float64 at this size and precision (`*`: at fewer tokens, for the reference's
+memory; `+`: attention of timm, which has no reference here)."""
 
 
 def write_efficiency(folder: Path) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from infvit.metrics.growth import exponent
 
@@ -73,6 +75,14 @@ def _measured(row: dict[str, Any]) -> bool:
     return row["latency"] is not None and row["check"]["state"] != "wrong"
 
 
+def _plain_ticks(*axes: Axis) -> None:
+    """Labels logarithmic axes at 1, 2 and 5, as plain numbers: most span less than a power of ten."""
+    for axis in axes:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.set_minor_formatter(NullFormatter())
+
+
 def _dashboard(result: dict[str, Any]) -> Figure | None:
     """Fig. 4: images per second over the first baseline's, each mode at its largest size that has any ratio."""
     baseline = result["settings"]["baselines"][0]
@@ -129,7 +139,8 @@ def _throughput_energy(result: dict[str, Any]) -> Figure | None:
         name = f"{row['model']} ({growth})"
         axes.plot(row[energy], row["images_per_s"], MARKERS[growth], color=colors[row["model"]], label=name, ms=9)
     axes.set(xscale="log", yscale="log", xlabel=f"J/image ({label})", ylabel="images/s")
-    axes.grid(alpha=0.3, which="both")
+    _plain_ticks(axes.xaxis, axes.yaxis)
+    axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     return figure
 
@@ -203,6 +214,7 @@ def _lines(result: dict[str, Any], rows: Rows, x: str, x_label: str, y_label: st
         ticks = sorted({row[x] for row in rows})
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
         axes.minorticks_off()
+        _plain_ticks(axes.yaxis)
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     return figure
