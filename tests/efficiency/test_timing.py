@@ -33,9 +33,8 @@ def test_order_is_interleaved_and_rotated(clock: Clock) -> None:
 
 def test_the_device_is_waited_for_before_and_after_each_call(clock: Clock) -> None:
     _, log = run(clock, {"a": [1.0], "b": [1.0]})
-    for i, entry in enumerate(log):
-        if entry != "wait":
-            assert (log[i - 1], log[i + 1]) == ("wait", "wait")
+    calls = [entry for entry in log if entry != "wait"]
+    assert log == [entry for call in calls for entry in ("wait", call, "wait")]
 
 
 def test_a_device_that_works_on_after_the_call(clock: Clock) -> None:
