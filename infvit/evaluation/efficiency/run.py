@@ -150,8 +150,12 @@ def _row(cell: Cell, known: dict[str, Any], found: dict[str, Any], watts: float)
     """Returns one row of the result; what could not be measured is null, with the reason beside it."""
     memory, timed = found["memory"], found.get("latency", {})
     latency = timed.get("latency")
-    not_asked = {"joules": None, "source": "unavailable", "reason": "efficiency.energy_seconds=0" if latency else None}
-    energy = timed.get("energy") or not_asked
+    energy: dict[str, Any] = {
+        "joules": None,
+        "source": "unavailable",
+        "reason": "efficiency.energy_seconds=0" if latency else None,
+    }
+    energy = timed.get("energy") or energy
     median = latency["median_ms"] if latency else None
     return {
         **asdict(cell),
