@@ -150,12 +150,8 @@ def _row(cell: Cell, known: dict[str, Any], found: dict[str, Any], watts: float)
     """Returns one row of the result; what could not be measured is null, with the reason beside it."""
     memory, timed = found["memory"], found.get("latency", {})
     latency = timed.get("latency")
-    energy: dict[str, Any] = {
-        "joules": None,
-        "source": "unavailable",
-        "reason": "efficiency.energy_seconds=0" if latency else None,
-    }
-    energy = timed.get("energy") or energy
+    reason = "efficiency.energy_seconds=0" if latency else None
+    energy: dict[str, Any] = timed.get("energy") or {"joules": None, "source": "unavailable", "reason": reason}
     median = latency["median_ms"] if latency else None
     return {
         **asdict(cell),
