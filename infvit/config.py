@@ -12,7 +12,7 @@ from infvit.errors import ConfigError
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 WEIGHTS = ("raw", "ema")
-STANDALONE = ("check", "compare")
+STANDALONE = ("check", "compare", "efficiency")
 """What `eval.py` does without a model."""
 CHANGEABLE = ("epochs", "recipe.lr", "recipe.min_lr")
 ELSEWHERE = {
@@ -310,16 +310,54 @@ class TrainConfig:
 
 
 @dataclass
+class EfficiencyConfig:
+    """How `eval=efficiency` measures. Models and sizes stand beside it: `models`, `resolutions`."""
+
+    modes: list[str] = key(["inference", "training"], "inference, training: what is timed")
+    scopes: list[str] = key(["model"], "model: whole models; attention: their attention function alone, on q, k, v")
+    batch_sizes: list[int] = key([1], "images per call")
+    baselines: list[str] = key([], "models that the others are compared with; default: the first of `models`")
+    rounds: int = key(20, "timed calls of each model, in turn")
+    warmup: int = key(3, "calls of each model before them that do not count")
+    seconds: float = key(60.0, "no new round begins after this time; at least 3 are run")
+    energy_seconds: float = key(2.0, "seconds that a model runs for its energy to be read; 0: not measured")
+    compile: bool = key(False, "torch.compile what is timed; compilation is in the first call, which stands apart")
+    threads: int | None = key(None, "CPU threads; default: torch's own choice")
+    memory_limit_gib: float | None = key(None, "what exceeds it is out of memory; default: a CPU's available memory")
+    worker_minutes: float = key(10.0, "a measuring process that takes longer is stopped, and its cell says so")
+    highest: int | None = key(None, "search the highest resolution without memory failure up to here; null: no search")
+    highest_step: int = key(256, "pixels to which that resolution is found")
+    inference_watts: float = key(200.0, "constant power of the paper's energy column, inference")
+    training_watts: float = key(300.0, "constant power of the paper's energy column, training")
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("modes", ("inference", "training")), ("scopes", ("model", "attention"))):
+            values = getattr(self, name)
+            _require(len(values) > 0, f"efficiency.{name}=[] measures nothing; allowed: {', '.join(allowed)}.")
+            for value in values:
+                _require(value in allowed, f"efficiency.{name}: {value!r} must be one of {', '.join(allowed)}.")
+        _require(bool(self.batch_sizes) and min(self.batch_sizes) >= 1, "efficiency.batch_sizes must be at least 1.")
+        _require_range(self, "efficiency.", "rounds threads highest highest_step", 1)
+        _require_range(self, "efficiency.", "warmup seconds energy_seconds", 0)
+        for name in ("worker_minutes", "inference_watts", "training_watts", "memory_limit_gib"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"efficiency.{name}={value} must be positive.")
+
+
+@dataclass
 class EvalConfig:
     """Everything `eval.py` knows. Keys left at null are taken from the checkpoint."""
 
     model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
+    efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
     checkpoint: str | None = key(None, "run folder, checkpoint file of a run, timm/NAME, or with model=... any weights")
-    eval: Any = key("accuracy", "what to evaluate: a name, or a list of names (docs/imagenet.md); check; compare")
+    eval: Any = key("accuracy", "a name, or a list of names (docs/imagenet.md); or one of check, compare, efficiency")
     weights: str = key("raw", "raw or ema")
     data: dict[str, Any] = key({}, "data keys that replace those of the checkpoint")
     roots: dict[str, Any] = key({}, "folder of one ImageNet set outside data.root, e.g. `roots.imagenet_a=/data/a`")
     runs: list[str] = key([], "for eval=compare: two run folders, or two files of predictions")
+    models: list[str] = key([], "for eval=efficiency: NAME, timm/NAME, either with :unfused (docs/performance.md)")
+    resolutions: list[int] = key([], "for eval=efficiency: image sides in pixels")
     on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
     device: str = key("auto", "auto, cpu, cuda or mps")
     precision: str = key("auto", "auto, fp32, bf16 or fp16")
@@ -343,6 +381,23 @@ class EvalConfig:
         compares = self.eval == ["compare"]
         _require(not compares or len(self.runs) == 2, "eval=compare needs two runs: 'runs=[runs/first,runs/second]'.")
         _require(compares or not self.runs, "runs=... is for eval=compare; name one run with checkpoint=...")
+        measures = self.eval == ["efficiency"]
+        for name in ("models", "resolutions"):
+            values = getattr(self, name)
+            _require(measures or not values, f"{name}=... is for eval=efficiency; leave it out.")
+            _require(bool(values) or not measures, f"eval=efficiency needs {name}=[...].")
+            _require(len(set(values)) == len(values), f"{name}={values} names one twice.")
+        for name in self.efficiency.baselines:
+            _require(name in self.models, f"efficiency.baselines: {name} is not among models={self.models}.")
+        highest = self.efficiency.highest
+        _require(
+            not measures or highest is None or highest >= min(self.resolutions),
+            f"efficiency.highest={highest} is below the smallest of resolutions={self.resolutions}.",
+        )
+        _require(
+            not measures or (self.checkpoint is None and not self.model.name),
+            "eval=efficiency measures models=[...] without weights; leave out checkpoint=... and model=...",
+        )
         _require(self.weights in WEIGHTS, f"weights={self.weights!r} must be one of {', '.join(WEIGHTS)}.")
         _require(self.precision in PRECISIONS, f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}.")
         _require(self.device in DEVICES, f"device={self.device!r} must be one of {', '.join(DEVICES)}.")

@@ -1,6 +1,7 @@
 """Reports from the files of runs, also while they run.
 
 python -m infvit.report SWEEP_FOLDER              the ablation table: report.md, .csv, .tex, .png
+python -m infvit.report EFFICIENCY_FOLDER         the tables and figures of eval=efficiency, drawn again
 python -m infvit.report RUN_FOLDER                the model card: README.md
 python -m infvit.report FOLDERS --html out.html   one page of all runs in and below the folders
 python -m infvit.report RUN_FOLDER --export DIR   the model for timm, in a folder
@@ -14,8 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from infvit.errors import UserError
+from infvit.evaluation.efficiency import RESULT
 from infvit.reports.ablation import write_ablation
 from infvit.reports.card import export, push, write_card
+from infvit.reports.efficiency import write_efficiency
 from infvit.reports.page import write_page
 from infvit.reports.runs import find_runs, is_run
 
@@ -59,6 +62,8 @@ def _write(options: argparse.Namespace) -> None:
                 print(f"The model is in {export(folder, options.export, options.weights)}")
             if options.push is not None:
                 print(f"The model is at {push(folder, options.push, options.weights)}")
+        elif (folder / RESULT).exists():
+            print(write_efficiency(folder))
         elif is_run(folder):
             print(f"The model card is {write_card(folder)}")
         else:

@@ -1,4 +1,4 @@
-"""`train.py` run inside this process, which is what `python train.py ...` does after its imports."""
+"""`train.py` (or `eval.py`) run inside this process, which is what `python train.py ...` does after its imports."""
 
 import logging
 import runpy
@@ -45,7 +45,7 @@ Command = Callable[..., Ended]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture) -> Iterator[Command]:
-    """Runs `train.py` with the given arguments in an empty folder, on 64 digits."""
+    """Runs `train.py`, or another script, with the given arguments in an empty folder, on 64 digits."""
     monkeypatch.chdir(tmp_path)
     images, labels = digits.digit_arrays("train")
     monkeypatch.setattr(digits, "digit_arrays", lambda split: (images[:64], labels[:64]))
@@ -57,8 +57,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.Captu
     monkeypatch.setattr(cli, "register_configs", lambda: None)
     handlers = list(logging.root.handlers)
 
-    def run(*arguments: str) -> Ended:
-        monkeypatch.setattr(sys, "argv", [str(ROOT / "train.py"), *arguments])
+    def run(*arguments: str, script: str = "train.py") -> Ended:
+        monkeypatch.setattr(sys, "argv", [str(ROOT / script), *arguments])
         GlobalHydra.instance().clear()
         handler = logging.StreamHandler(sys.stderr)
         logging.root.addHandler(handler)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 TRACE = "trace.json"
+FIRST = 3  # the update that is profiled first: those before it allocate and choose kernels
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +27,26 @@ def profiling(wanted: bool, folder: Path, device: torch.device) -> Iterator[Call
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
 
+    updates = 0
+
     def write(profiler: torch.profiler.profile) -> None:
+        if updates < FIRST:
+            return
         profiler.export_chrome_trace(str(folder / TRACE))
         key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=key, row_limit=10)
         (folder / "profile.txt").write_text(table)
         log.info("Profile in %s\n%s", folder / TRACE, table)
 
-    schedule = torch.profiler.schedule(wait=1, warmup=1, active=5, repeat=1)
+    def after_update() -> None:
+        nonlocal updates
+        updates += 1
+        profiler.step()
+
+    schedule = torch.profiler.schedule(wait=1, warmup=FIRST - 2, active=5, repeat=1)
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
-        yield profiler.step
+        yield after_update
+    if updates < FIRST:
+        log.warning(
+            "profile=true: nothing was written, for these were %d updates; the first to count is the third.", updates
+        )

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from infvit.evaluation.accuracy import accuracy
 from infvit.evaluation.baseline import REMOTE, baseline
 from infvit.evaluation.check import check
 from infvit.evaluation.compare import compare
+from infvit.evaluation.efficiency import efficiency
 from infvit.evaluation.files import require_writable, result_folder, result_path
 from infvit.evaluation.imagenet import open_sets, require_known, score_set, show, write_csv
 from infvit.evaluation.rebuild import Rebuilt, rebuild
@@ -25,8 +27,12 @@ EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]
 """What can be evaluated besides the sets of ImageNet, which share a table."""
 
 
-def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
+def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) -> dict[str, dict[str, Any]]:
     """Runs each evaluation of the configuration and writes its result as JSON; a table of ImageNet sets as CSV too.
+
+    Args:
+        config: what to evaluate.
+        report: makes tables and figures of the folder of `eval=efficiency`, and returns what to show of them.
 
     Returns:
         The results by name of the evaluation, on all processes; the first writes and shows them.
@@ -38,7 +44,10 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
     with processes.together():
         require_known(config.eval, [*EVALUATIONS, *STANDALONE])
         if config.eval[0] in STANDALONE:
-            return {"check": check, "compare": compare}[config.eval[0]](config, processes)
+            alone: dict[str, Callable[[EvalConfig, Processes], dict[str, Any]]] = {
+                "check": check, "compare": compare, "efficiency": partial(efficiency, report=report)
+            }  # fmt: skip
+            return alone[config.eval[0]](config, processes)
         import_modules(config.imports)
         device = select_device(config.device)
         select_precision(config.precision, device)

@@ -109,6 +109,16 @@ def test_profile_leaves_a_trace_and_a_table(tiny: Config, caplog: pytest.LogCapt
     assert not (folder_of(tiny(run="off")) / "trace.json").exists()
 
 
+def test_a_profile_of_too_short_a_run(tiny: Config, caplog: pytest.LogCaptureFixture) -> None:
+    """Three updates leave a profile of one; of two there is nothing to show, and that is said."""
+    for steps, written in ((2, False), (3, True)):
+        caplog.clear()
+        name = f"of_{steps}"
+        train(tiny(profile=True, epochs=2, batch_size=4, max_steps=steps, run=name))
+        assert (folder_of(tiny(run=name)) / "profile.txt").exists() is written
+        assert ("these were 2 updates" in caplog.text) is not written
+
+
 def test_a_continued_run_is_profiled_too(tiny: Config) -> None:
     train(tiny(batch_size=4, epochs=2, max_steps=6, run="whole", profile=True))
     assert (folder_of(tiny(run="whole")) / "trace.json").exists()

@@ -1,0 +1,131 @@
+"""A model, or its attention function alone, ready to be called again and again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from infvit.attention import AttentionLayer
+from infvit.config import ModelConfig, RecipeConfig
+from infvit.engine.device import autocast
+from infvit.errors import ConfigError
+from infvit.evaluation.efficiency.cells import Cell
+from infvit.models import reparameterize
+from infvit.models.build import build_model, unfuse
+from infvit.recipe import build_optimizer
+
+UNFUSED = ":unfused"
+TIMM = "timm/"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured.
+
+    Attributes:
+        call: one forward pass, or one whole training step.
+        model: in the form that is called; not compiled.
+        plain: the same call without torch.compile.
+    """
+
+    call: Callable[[], Any]
+    model: nn.Module
+    plain: Callable[[], Any]
+
+
+def create(cell: Cell) -> nn.Module:
+    """Builds the model of a cell, for inference with its double projections folded.
+
+    Raises:
+        ConfigError: no such model, no image of this size, or `:unfused` for a model without a fused kernel.
+    """
+    name = cell.model.removesuffix(UNFUSED).removeprefix(TIMM)
+    known = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    model, _ = build_model(ModelConfig(name=name), known.num_classes if known else 1000, 3, cell.resolution)
+    if cell.model.endswith(UNFUSED) and not unfuse(model):
+        raise ConfigError(f"models: {cell.model}: {name} has no fused attention to switch off.")
+    return model.train() if cell.mode == "training" else reparameterize(model.eval())
+
+
+def attention_layer(model: nn.Module) -> AttentionLayer | None:
+    """Returns the first of our attention layers, which stands for all of them; None where there is none."""
+    return next((module for module in model.modules() if isinstance(module, AttentionLayer)), None)
+
+
+def token_count(model: nn.Module) -> int | None:
+    """Returns the tokens of an image, or None for models that do not tell."""
+    patches = getattr(getattr(model, "patch_embed", None), "num_patches", None)
+    return None if patches is None else patches + int(getattr(model, "num_prefix_tokens", 0))
+
+
+def prepare(cell: Cell, device: torch.device, precision: torch.dtype, compiled: bool = False) -> Subject:
+    """Builds what a cell measures, with random weights and images.
+
+    Inference: weights and images in the precision. Training: float32 weights under autocast, as `train.py` does it;
+    a step is forward, cross-entropy, backward and AdamW.
+
+    Raises:
+        ConfigError: see `create`; or the attention function alone of a model that has none of ours.
+    """
+    torch.manual_seed(0)
+    model = create(cell)
+    if cell.scope == "attention":
+        return _attention(cell, model, device, precision, compiled)
+    training = cell.mode == "training"
+    model.to(device, torch.float32 if training else precision)
+    dtype = next(model.parameters()).dtype
+    images = torch.randn(cell.batch, 3, cell.resolution, cell.resolution, device=device, dtype=dtype)
+    if not training:
+        return _inference(model, (images,), compiled)
+    optimizer = build_optimizer(model, RecipeConfig(), cell.batch)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == torch.float16)
+    labels = torch.arange(cell.batch, device=device)
+
+    def step(forward: Callable[..., Tensor]) -> float:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast(device, precision):
+            logits = forward(images)
+            loss = F.cross_entropy(logits, labels % logits.shape[-1])
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return float(loss.detach())
+
+    return _both(step, model, compiled)
+
+
+def _attention(cell: Cell, model: nn.Module, device: torch.device, precision: torch.dtype, compiled: bool) -> Subject:
+    """Returns the mechanism on random q, k, v; training: forward, and backward into q, k, v and its parameters."""
+    layer, tokens = attention_layer(model), token_count(model)
+    if layer is None or tokens is None:
+        raise ConfigError(f"efficiency.scopes: attention: {cell.model} has none of our attention layers.")
+    core, training = layer.core.to(device), cell.mode == "training"
+    shape = (cell.batch, layer.num_heads, tokens, layer.head_dim)
+    q, k, v = (torch.randn(shape, device=device, dtype=precision, requires_grad=training) for _ in range(3))
+    if not training:
+        return _inference(core, (q, k, v), compiled)
+    gradient = torch.randn(shape, device=device, dtype=precision)
+    leaves = [q, k, v, *(p for p in core.parameters() if p.requires_grad)]
+
+    def step(forward: Callable[..., Tensor]) -> float:
+        gradients = torch.autograd.grad(forward(q, k, v), leaves, gradient)
+        return float(gradients[0].flatten()[0])
+
+    return _both(step, core, compiled)
+
+
+def _inference(module: nn.Module, inputs: tuple[Tensor, ...], compiled: bool) -> Subject:
+    def call(forward: Callable[..., Tensor]) -> Tensor:
+        with torch.inference_mode():
+            return forward(*inputs)
+
+    return _both(call, module, compiled)
+
+
+def _both(call: Callable[[Callable[..., Any]], Any], module: nn.Module, compiled: bool) -> Subject:
+    fast: Callable[..., Any] = torch.compile(module) if compiled else module
+    return Subject(lambda: call(fast), module, lambda: call(module))

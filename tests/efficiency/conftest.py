@@ -1,0 +1,24 @@
+"""What stands in for mechanisms, machine and clock."""
+
+import pytest
+from efficiency_doubles import BROKEN, Clock, Machine
+
+from infvit.attention import mechanism, register_mechanism
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registers the wrong mechanisms, for one test."""
+    monkeypatch.setattr(mechanism, "_MECHANISMS", dict(mechanism._MECHANISMS))
+    for cls in BROKEN:
+        register_mechanism(cls)
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()

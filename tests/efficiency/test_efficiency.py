@@ -1,0 +1,424 @@
+"""`eval=efficiency`: what is asked of the machine, what of the answers becomes a ratio, and what the user reads."""
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Command
+from efficiency_doubles import Machine
+
+from infvit import report
+from infvit.config import EfficiencyConfig, EvalConfig
+from infvit.engine.processes import Processes
+from infvit.errors import ConfigError, UserError
+from infvit.evaluation.efficiency import run, worker
+from infvit.evaluation.efficiency.cells import Cell, Settings, Task
+from infvit.evaluation.efficiency.subject import prepare
+from infvit.evaluation.efficiency.worker import in_a_process, perform
+from infvit.models import InfViT
+from infvit.reports.efficiency import to_markdown, write_efficiency
+
+MODELS = ["vit_mini", "infvit_pure_mini", "infvit_linear_mini"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def growth(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Spares the tests below the counting at three more sizes; `test_flops` looks at it, and the command does it."""
+    if "command" not in request.fixturenames:
+        monkeypatch.setattr(run, "complexity", lambda model, patch: "linear" if "linear" in model else "quadratic")
+
+
+def measure(
+    folder: Path, machine: Any, models: list[str] = MODELS, sizes: tuple[int, ...] = (32,), **keys: Any
+) -> dict:
+    """Measures on a machine that answers without measuring, and writes the tables, without figures."""
+    asked = EfficiencyConfig(**{"modes": ["inference"], **keys})
+    config = EvalConfig(
+        eval="efficiency", models=models, resolutions=list(sizes), device="cpu", output=str(folder), efficiency=asked
+    )
+
+    def tables(folder: Path) -> str:
+        (folder / "efficiency.md").write_text(to_markdown(json.loads((folder / "efficiency.json").read_text())))
+        return ""
+
+    return run.efficiency(config, runner=machine, report=tables)
+
+
+def row_of(result: dict, model: str, **keys: Any) -> dict:
+    (row,) = [r for r in result["rows"] if r["model"] == model and all(r[k] == v for k, v in keys.items())]
+    return row
+
+
+# What is asked
+
+
+def test_memory_alone_latency_together_checks_at_batch_1(tmp_path: Path, machine: Machine) -> None:
+    measure(tmp_path, machine, sizes=(32, 64), modes=["inference", "training"], batch_sizes=[2])
+    asked = [(task.kind, [cell.model for cell in task.cells]) for task in machine.asked]
+    group = [*(("memory", [model]) for model in MODELS), ("latency", MODELS), ("check", MODELS)]
+    assert asked == group * 4
+    assert {task.cells[0].batch for task in machine.asked if task.kind == "check"} == {1}
+    assert {task.cells[0].batch for task in machine.asked if task.kind != "check"} == {2}
+
+
+def test_a_fresh_process_for_each_size_of_the_search(tmp_path: Path, machine: Machine) -> None:
+    machine.failures = {("memory", "vit_mini", size): "out of memory" for size in range(96, 999)}
+    result = measure(tmp_path, machine, highest=256, highest_step=32)
+    sizes = [t.cells[0].resolution for t in machine.asked[5:] if t.cells[0].model == "vit_mini"]
+    assert sizes == [32, 64, 128, 96]
+    assert all(len(task.cells) == 1 for task in machine.asked[5:])
+    found = {h["model"]: (h["resolution"], h["reason"]) for h in result["highest"]}
+    assert found["vit_mini"] == (64, "out of memory at 96 px")
+    assert found["infvit_linear_mini"] == (256, "efficiency.highest=256")
+
+
+# What becomes of the answers
+
+
+def test_numbers_of_a_row(tmp_path: Path, machine: Machine) -> None:
+    machine.milliseconds = lambda cell: {"vit_mini": 40.0, "infvit_pure_mini": 80.0, "infvit_linear_mini": 10.0}[
+        cell.model
+    ]
+    result = measure(tmp_path, machine, batch_sizes=[4], modes=["inference", "training"], baselines=MODELS[:2])
+    row = row_of(result, "infvit_linear_mini", mode="inference")
+    assert (row["images_per_s"], row["tokens"], row["memory_mib"]) == (400.0, 65, 4.0)
+    assert row["speedup"] == {"vit_mini": 4.0, "infvit_pure_mini": 8.0}
+    assert (row["energy_j"], row["energy_source"]) == (0.75, "counter")
+    assert row["papers_convention_j"] == pytest.approx(0.010 * 200 / 4)
+    assert row_of(result, "vit_mini", mode="training")["papers_convention_j"] == pytest.approx(0.040 * 300 / 4)
+    assert row_of(result, "vit_mini", mode="training")["speedup"]["infvit_pure_mini"] == 2.0
+    assert result["complexity"] == dict(zip(MODELS, ["quadratic", "quadratic", "linear"], strict=True))
+    assert json.loads((tmp_path / "efficiency.json").read_text()) == result
+
+
+def test_energy_that_was_not_measured_is_null(tmp_path: Path, machine: Machine) -> None:
+    machine.energy = {"joules": None, "source": "unavailable", "reason": "no counter"}
+    result = measure(tmp_path, machine)
+    row = row_of(result, "vit_mini")
+    assert (row["energy_j"], row["energy_source"], row["energy_reason"]) == (None, "unavailable", "no counter")
+    assert row["images_per_s"] == 100.0
+    text = (tmp_path / "efficiency.md").read_text()
+    assert "Energy was not measured: no counter." in text
+    assert cells_of(text, "vit_mini")[-2:] == ["-", "2.00"]
+
+
+def test_out_of_memory_is_a_cell_and_not_an_error(tmp_path: Path, machine: Machine) -> None:
+    machine.failures = {("memory", "vit_mini", 64): "out of memory"}
+    result = measure(tmp_path, machine, sizes=(32, 64))
+    assert row_of(result, "vit_mini", resolution=32)["failed"] is None
+    lost = row_of(result, "vit_mini", resolution=64)
+    assert (lost["failed"], lost["latency"], lost["images_per_s"], lost["memory_mib"]) == ("out of memory",) + (
+        None,
+    ) * 3
+    assert lost["speedup"] == {"vit_mini": "out of memory"}
+    assert row_of(result, "infvit_linear_mini", resolution=64)["speedup"] == {"vit_mini": "vit_mini: out of memory"}
+    assert row_of(result, "infvit_linear_mini", resolution=64)["latency"] is not None
+    timed = [task for task in machine.asked if task.kind == "latency"]
+    assert [cell.model for cell in timed[1].cells] == MODELS[1:]
+
+
+def test_models_that_do_not_fit_together(tmp_path: Path, machine: Machine) -> None:
+    machine.failures = {("latency", "vit_mini", 32): "out of memory"}
+    result = measure(tmp_path, machine)
+    row = row_of(result, "infvit_linear_mini")
+    assert row["failed"] == "out of memory with all models in one process"
+    assert (row["memory_mib"], row["images_per_s"]) == (4.0, None)
+    assert isinstance(row["speedup"]["vit_mini"], str)
+
+
+def test_a_wrong_mechanism_gets_no_ratio_and_the_command_fails(tmp_path: Path, machine: Machine) -> None:
+    machine.checks = {"infvit_pure_mini": {"state": "wrong", "error": 0.7, "tolerance": 1e-4, "tokens": 65}}
+    with pytest.raises(UserError, match=r"wrong result against the reference: infvit_pure_mini; see check in .*json"):
+        measure(tmp_path, machine)
+    result = json.loads((tmp_path / "efficiency.json").read_text())
+    assert row_of(result, "infvit_pure_mini")["speedup"] == {"vit_mini": "wrong result"}
+    assert row_of(result, "infvit_pure_mini")["check"]["error"] == 0.7
+    assert row_of(result, "infvit_linear_mini")["speedup"] == {"vit_mini": 1.0}
+    assert "wrong result" in cells_of((tmp_path / "efficiency.md").read_text(), "infvit_pure_mini")
+
+
+@pytest.mark.parametrize(
+    ("check", "shown"),
+    [
+        ({"state": "wrong", "error": None, "tokens": 65}, "wrong result: vit_mini"),
+        ({"state": "unchecked", "reason": "too long"}, "unchecked: vit_mini"),
+        ({"state": "no reference", "tokens": None}, 1.0),
+    ],
+)
+def test_a_baseline_must_be_right_too(tmp_path: Path, machine: Machine, check: dict, shown: Any) -> None:
+    machine.checks = {"vit_mini": check}
+    try:
+        measure(tmp_path, machine)
+    except UserError:
+        assert check["state"] == "wrong"
+    result = json.loads((tmp_path / "efficiency.json").read_text())
+    assert row_of(result, "infvit_linear_mini")["speedup"]["vit_mini"] == shown
+
+
+def test_a_compiled_model_that_differs_is_wrong(tmp_path: Path, machine: Machine) -> None:
+    def compiled(task: Task) -> dict[str, Any]:
+        answer = machine(task)
+        for cell, found in zip(task.cells, answer.get("cells", []), strict=False):
+            if task.kind == "latency" and cell.model == "infvit_pure_mini":
+                found["compiled"] = {"state": "wrong", "error": 0.4, "tolerance": 1e-4, "tokens": None, "reason": None}
+        return answer
+
+    with pytest.raises(UserError, match="infvit_pure_mini"):
+        measure(tmp_path, compiled, compile=True)
+    row = row_of(json.loads((tmp_path / "efficiency.json").read_text()), "infvit_pure_mini")
+    assert "compiled model differs" in row["check"]["reason"]
+    assert row["speedup"]["vit_mini"] == "wrong result"
+    text = (tmp_path / "efficiency.md").read_text()
+    assert "| first call (ms) | x vit_mini |" in text
+    assert cells_of(text, "vit_mini")[7] == "50.0"
+
+
+def test_a_check_at_fewer_tokens_is_marked(tmp_path: Path, machine: Machine) -> None:
+    machine.checks = {"vit_mini": {"state": "right", "error": 0.0, "tolerance": 1e-4, "tokens": 64}}
+    measure(tmp_path, machine)
+    text = (tmp_path / "efficiency.md").read_text()
+    assert "1.00*" in cells_of(text, "vit_mini")
+
+
+# Files
+
+
+def cells_of(text: str, model: str) -> list[str]:
+    """Returns the cells of a model's first row."""
+    return next(line for line in text.splitlines() if line.startswith(f"| {model} |")).strip("| ").split(" | ")
+
+
+def test_tables_figures_and_redrawing(tmp_path: Path, machine: Machine) -> None:
+    machine.milliseconds = lambda cell: cell.resolution / 10 if "linear" in cell.model else cell.resolution**2 / 100
+    models = ["vit_mini", "infvit_linear_mini"]
+    measure(tmp_path, machine, models, (32, 64, 128), modes=["inference", "training"], highest=128)
+    figures = {"dashboard.png", "throughput_energy.png", "latency_resolution.png", "memory_tokens.png"}
+    text = write_efficiency(tmp_path)
+    assert {path.name for path in tmp_path.glob("*.png")} == figures == set(re.findall(r"\]\((.*)\)", text))
+    assert (tmp_path / "efficiency.md").read_text() == text
+    growth = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ") for line in
+              text.split("## Growth")[1].split("##")[0].splitlines() if line.startswith("| ")}  # fmt: skip
+    # latency is proportional to the side (the square of it), tokens to its square
+    assert growth["vit_mini"][-2:] == ["1.0", "0.50"]
+    assert growth["infvit_linear_mini"][-2:] == ["0.50", "0.50"]
+    assert "58.16" in text.split("## Published")[1]
+    assert "58.16" not in text.split("## Published")[0]
+    with (tmp_path / "efficiency.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 12
+    assert float(rows[0]["median_ms"]) == 10.24
+    assert float(rows[1]["images_per_s_over_vit_mini"]) == pytest.approx(3.2)
+    for path in [*tmp_path.glob("*.png"), tmp_path / "efficiency.md"]:
+        path.unlink()
+    assert report.main([str(tmp_path)]) == 0
+    assert (tmp_path / "efficiency.md").read_text() == text
+    assert {path.name for path in tmp_path.glob("*.png")} == figures
+
+
+def test_depth_needs_both_depths(tmp_path: Path, machine: Machine) -> None:
+    measure(tmp_path, machine, ["vit_mini", "infvit_linear_mini"])
+    text = (tmp_path / "efficiency.json").read_text()
+    for other, drawn in (("infvit_linear_24l", True), ("infvit_pure_24l", False)):
+        renamed = text.replace("infvit_linear_mini", "infvit_linear_4l").replace("vit_mini", other)
+        (tmp_path / "efficiency.json").write_text(renamed)
+        assert ("depth.png" in write_efficiency(tmp_path)) is drawn
+        assert (tmp_path / "depth.png").exists() is drawn  # that of another result would be a lie
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"models": ["vit_mini"]}, r"needs resolutions=\[...\]"),
+        ({"models": ["vit_mini"] * 2, "resolutions": [32]}, "names one twice"),
+        ({"models": ["vit_mini"], "resolutions": [32], "checkpoint": "x"}, "leave out checkpoint"),
+        ({"eval": "accuracy", "checkpoint": "x", "models": ["vit_mini"]}, "models=... is for eval=efficiency"),
+        (
+            {"models": ["vit_mini"], "resolutions": [64], "efficiency": EfficiencyConfig(highest=32)},
+            "below the smallest",
+        ),
+        ({"models": ["a"], "resolutions": [64], "efficiency": EfficiencyConfig(baselines=["b"])}, "b is not among"),
+    ],
+)
+def test_keys_that_do_not_go_together(keys: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EvalConfig(**{"eval": "efficiency", **keys})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"modes": []}, {"modes": ["fast"]}, {"scopes": ["all"]}, {"batch_sizes": [0]}, {"rounds": 0}, {"warmup": -1},
+     {"memory_limit_gib": 0.0}, {"worker_minutes": 0.0}, {"training_watts": -1.0}],
+)  # fmt: skip
+def test_values_that_are_not_allowed(keys: dict) -> None:
+    with pytest.raises(ConfigError, match=f"efficiency.{next(iter(keys))}"):
+        EfficiencyConfig(**keys)
+
+
+@pytest.mark.parametrize(
+    ("models", "sizes", "keys", "message"),
+    [
+        (["vit_mini", "infvit_lienar_mini"], (32,), {}, "unknown model 'infvit_lienar_mini'. Did you mean"),
+        (["vit_mini"], (32, 33), {}, "img_size=33 is not divisible by the patch size 4"),
+        (["infvit_linear_mini:unfused"], (32,), {}, "infvit_linear_mini has no fused attention"),
+        (["timm/test_vit"], (64,), {"scopes": ["attention"]}, "timm/test_vit has none of our attention layers"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_measured(
+    tmp_path: Path, machine: Machine, models: list[str], sizes: tuple[int, ...], keys: dict, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        measure(tmp_path / "out", machine, models, sizes, **keys)
+    assert machine.asked == []
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    config = EvalConfig(eval="efficiency", models=["vit_mini"], resolutions=[32], output=str(tmp_path))
+    with pytest.raises(ConfigError, match="without torchrun"):
+        run.efficiency(config, Processes(rank=0, world_size=2))
+
+
+# Measuring itself
+
+QUICK = Settings(rounds=2, warmup=0, energy_seconds=0.01, threads=1)
+
+
+@pytest.mark.parametrize("scope", ["model", "attention"])
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_every_kind_of_task(scope: str, mode: str) -> None:
+    cells = [Cell(model, mode, 32, 2, scope) for model in (*MODELS, "vit_mini:unfused")]
+    timed = perform(Task("latency", cells, QUICK))["cells"]
+    assert [0 < found["latency"]["low_ms"] <= found["latency"]["high_ms"] for found in timed] == [True] * 4
+    assert {found["energy"]["source"] for found in timed} <= {"unavailable", "rapl"}
+    checked = perform(Task("check", cells, replace(QUICK, precision="bf16")))["cells"]
+    assert [found["state"] for found in checked] == ["right"] * 4
+    assert perform(Task("memory", cells[:1], QUICK))["start_mib"] > 50
+
+
+def test_what_is_called() -> None:
+    """Inference: folded, in its precision, without a graph. Training: the weights move, in float32."""
+    inference = prepare(Cell("vit_mini", "inference", 32), CPU, torch.bfloat16)
+    out = inference.call()
+    assert (out.dtype, out.shape, out.requires_grad) == (torch.bfloat16, (1, 10), False)
+    assert isinstance(inference.model, InfViT)
+    assert isinstance(inference.model.blocks[0].attn.proj2, torch.nn.Identity)
+    training = prepare(Cell("vit_mini", "training", 32, 3), CPU, torch.bfloat16)
+    before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+    training.call()
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in training.model.parameters())
+    moved = [name for name, p in training.model.named_parameters() if not torch.equal(p, before[name])]
+    assert "blocks.0.attn.proj2.weight" in moved
+    assert isinstance(training.model.blocks[0].attn.proj2, torch.nn.Linear)
+    fused = prepare(Cell("vit_mini:unfused", "inference", 32), CPU, torch.float32).model
+    assert [block.attn.core.fused for block in fused.blocks] == [False] * 4
+
+
+def test_memory_that_runs_out_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scarce(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "prepare", scarce)
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB\nmore")
+    task = Task("latency", [Cell("vit_mini", "inference", 32)], QUICK)
+    assert perform(task) == {"failed": "out of memory", "detail": "CUDA out of memory. Tried to allocate 9 GiB"}
+    error = RuntimeError("shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="shapes"):
+        perform(task)
+
+
+def test_a_process_that_is_killed_or_slow_or_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Task("memory", [Cell("vit_mini", "inference", 32)], QUICK)
+
+    def ends(code: str) -> Callable[..., Any]:
+        real = subprocess.run
+        return lambda command, **keys: real([sys.executable, "-c", code, *command[3:]], **keys)
+
+    for code, expected in (
+        ("import os; os.kill(os.getpid(), 9)", {"failed": "out of memory", "detail": "the system killed the process"}),
+        ("import time; time.sleep(30)", {"failed": "time limit"}),
+    ):
+        monkeypatch.setattr(subprocess, "run", ends(code))
+        found = in_a_process(task, 0.01)
+        assert found.items() >= expected.items()
+        monkeypatch.undo()
+    for code, kind, message in (
+        ("raise SystemError('kernel is broken')", RuntimeError, "exit code 1:(.|\n)*kernel is broken"),
+        ("import sys; open(sys.argv[2], 'w').write('{\"user_error\": \"set img_size\"}')", ConfigError, "set img_size"),
+    ):
+        monkeypatch.setattr(subprocess, "run", ends(code))
+        with pytest.raises(kind, match=message):
+            in_a_process(task, 1.0)
+        monkeypatch.undo()
+
+
+def test_memory_of_the_scores(ranks: Callable[..., list[Any]]) -> None:
+    """Unfused attention holds score matrices, 6 heads x 1025^2 x 4 bytes each; the fused kernel holds none."""
+    scores = 6 * 1025**2 * 4 / 2**20
+    names = ("vit_mini", "vit_mini:unfused")
+    settings = replace(QUICK, memory_limit=2.0 * 2**30)
+    fused, unfused = ranks(
+        2, lambda rank: perform(Task("memory", [Cell(names[rank], "inference", 128)], settings))
+    )  # fmt: skip
+    assert fused["limited"]
+    assert unfused["limited"]
+    assert fused["mib"] < scores < unfused["mib"] < 8 * scores
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_in_a_process_of_its_own() -> None:
+    settings = replace(QUICK, memory_limit=6.0 * 1025**2 * 4)
+    found = in_a_process(Task("memory", [Cell("vit_mini:unfused", "inference", 128)], settings), 2.0)
+    assert found["failed"] == "out of memory"
+    assert "allocate" in found["detail"]
+
+
+def test_a_worker_ends_with_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents = iter([7, 7, 1])
+    monkeypatch.setattr(worker.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(worker.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(worker.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit):
+        worker._end_with(7)
+
+
+def test_the_command(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`python eval.py eval=efficiency ...`, with the tasks done in this process."""
+    monkeypatch.setattr(run, "in_a_process", lambda task, minutes: perform(task))
+    arguments = ("eval=efficiency", "models=[vit_mini,vit_mini:unfused]", "resolutions=[16,24]", "device=cpu",
+                 "efficiency.rounds=2", "efficiency.energy_seconds=0", "efficiency.modes=[inference]",
+                 "efficiency.threads=1")  # fmt: skip
+    ended = command(*arguments, script="eval.py")
+    assert ended.code == 0, ended.err
+    assert cells_of(ended.out, "vit_mini:unfused")[1:4] == ["inference", "16", "1"]
+    result = json.loads((tmp_path / "runs/efficiency/efficiency.json").read_text())
+    assert [row["check"]["state"] for row in result["rows"]] == ["right"] * 4
+    assert all(isinstance(row["speedup"]["vit_mini"], float) for row in result["rows"])
+    assert result["machine"]["torch"] == torch.__version__
+    ended = command("eval=efficiency", "models=[vit_mini]", script="eval.py")
+    assert (ended.code, ended.errors) == (1, ["error: eval=efficiency needs resolutions=[...]."])
+
+
+def test_the_command_with_a_wrong_mechanism(
+    command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: None
+) -> None:
+    """From the mechanism to the exit code."""
+    monkeypatch.setattr(run, "in_a_process", lambda task, minutes: perform(task))
+    monkeypatch.setitem(InfViT.__init__.__kwdefaults__, "attention", "test_last_head")  # that of vit_mini
+    arguments = ("eval=efficiency", "models=[vit_mini,infvit_linear_mini]", "resolutions=[16]", "device=cpu",
+                 "efficiency.rounds=1", "efficiency.energy_seconds=0", "efficiency.modes=[inference]")  # fmt: skip
+    ended = command(*arguments, script="eval.py")
+    assert ended.code == 1
+    assert ended.errors[0].startswith("error: wrong result against the reference: vit_mini; see check in")
+    assert cells_of(ended.out, "infvit_linear_mini")[7] == "wrong result: vit_mini"
