@@ -14,7 +14,6 @@ from infvit.attention import (
     register_mechanism,
 )
 from infvit.testing import __main__ as command
-from infvit.testing.cases import build
 
 SLOW = {testing.check_compile}
 COSTLY = {*SLOW, testing.check_export, testing.check_half_precision}  # once per mechanism is enough
@@ -23,6 +22,12 @@ VARIANTS = [
     (name, {"activation": activation, "gamma": 0.4, "gamma_per_head": True})
     for name in ("infsa_pure", "infsa_linear")
     for activation in ("gelu", "abs")
+] + [
+    ("linformer", {"sharing": "keys_values"}),
+    ("linformer", {"sharing": "none", "projected_tokens": 3}),
+    ("nystromformer", {"conv_kernel": 0}),
+    ("nystromformer", {"conv_kernel": 3, "num_landmarks": 3}),
+    ("performer", {"num_features": 3}),
 ]
 
 
@@ -33,16 +38,11 @@ def test_contract(name, check):
 
 
 @pytest.mark.parametrize("check", [c for c in testing.CHECKS if c not in COSTLY])
-@pytest.mark.parametrize(("name", "args"), VARIANTS, ids=lambda x: x if isinstance(x, str) else x["activation"])
+@pytest.mark.parametrize(
+    ("name", "args"), VARIANTS, ids=lambda x: x if isinstance(x, str) else "-".join(map(str, x.values()))
+)
 def test_contract_of_variants(name, args, check):
     check(name, **args)
-
-
-@pytest.mark.parametrize("check", [c for c in testing.CHECKS if c not in COSTLY])
-def test_contract_of_unfused_softmax(check, monkeypatch):
-    monkeypatch.setattr("infvit.attention.softmax.use_fused_attn", lambda: False)
-    assert not build("softmax", {}).fused
-    check("softmax")
 
 
 # Mechanisms that break one promise each, with the check that has to notice.
