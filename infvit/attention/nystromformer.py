@@ -46,8 +46,8 @@ def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
 class Nystromformer(FactoredAttention):
     """`softmax(Q K~^T) pinv(softmax(Q~ K~^T)) softmax(Q~ K^T) V + conv(V)`, scores divided by sqrt(D).
 
-    Q~ and K~, the landmarks, are means over segments of neighbouring tokens, in a vision transformer the class token and
-    then the patches row by row. With at most `num_landmarks` tokens each token is a landmark; softmax costs less there.
+    Q~ and K~, the landmarks, are means over segments of neighbouring tokens, in a vision transformer the class token
+    and then the patches row by row. With at most `num_landmarks` tokens each is a landmark; softmax costs less there.
     `conv` is the published skip connection, a convolution over the tokens with one kernel per head; it is linear in the
     values and so part of the mixing matrix. Segments and kernel count positions, and for that there is no padding.
 

@@ -12,7 +12,7 @@ from infvit.errors import ConfigError
 
 
 def orthogonal_features(num_features: int, dim: int) -> Tensor:
-    """Draws directions w ~ N(0, I) that are orthogonal within every block of `dim` (section 2.4), from torch's generator.
+    """Draws directions w ~ N(0, I), orthogonal within every block of `dim` (section 2.4), from torch's generator.
 
     A block is a random rotation (QR of a Gaussian matrix; the signs make it uniform) whose rows get the lengths of
     independent Gaussian vectors, so that each row by itself is exactly N(0, I) and the estimate stays unbiased.
@@ -38,7 +38,8 @@ class Performer(FactoredAttention):
     feature, which changes the function a little. Here the same quotient is a product of two softmaxes, which needs
     neither: of each feature over the keys, and of each query over the features,
 
-        right_fj = softmax_j(l_fj),   left_if = softmax_f(w_f . q_i + log sum_j exp(l_fj)),   l_fj = w_f . k_j - |k_j|^2 / 2
+        l_fj = w_f . k_j - |k_j|^2 / 2,   right_fj = softmax_j(l_fj),
+        left_if = softmax_f(w_f . q_i + log sum_j exp(l_fj))
 
     The features are drawn once per layer, shared by its heads, and kept in the checkpoint: without them the weights
     mean nothing. `reset_parameters` draws new ones; nothing does so during training, so that a run that is resumed is

@@ -79,7 +79,7 @@ class SoftmaxAttention(Mechanism):
 
 
 class UnfusedSoftmaxAttention(SoftmaxAttention):
-    """The same function with the N x N matrix in memory, whatever timm's switch says: what fused kernels are against."""
+    """The same function with the N x N matrix in memory, whatever timm's switch says."""
 
     name = "softmax_unfused"
 

@@ -121,8 +121,9 @@ class InfViT(VisionTransformer):
             patches = prod(size // step for size, step in zip(*map(to_2tuple, sizes), strict=True))
             if patches != patch_embed.num_patches:
                 raise ConfigError(
-                    f"attention {self.attention!r} was built for {patch_embed.num_patches} patches, img_size={sizes[0]} "
-                    f"has {patches}; create the model with that img_size instead (its weights do not carry over)."
+                    f"attention {self.attention!r} was built for {patch_embed.num_patches} patches, and "
+                    f"img_size={sizes[0]} has {patches}; create the model with that img_size instead (its weights do "
+                    "not carry over)."
                 )
         super().set_input_size(img_size, patch_size)
 
