@@ -69,6 +69,8 @@ class AttentionLayer(nn.Module):
             raise ConfigError(
                 f"attention mechanism {mechanism!r} takes {sorted(hyperparameters(cls))}, not {sorted(unknown)}."
             )
+        if not cls.capabilities.any_length and "num_tokens" not in (mechanism_args or {}):
+            raise ConfigError(f"attention mechanism {mechanism!r} is built for one number of tokens: give num_tokens.")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = dim // num_heads

@@ -18,14 +18,19 @@ def segment_means(x: Tensor, segments: int) -> Tensor:
     tokens than segments: the first N segments have one each, the others are empty and 0.
     """
     tokens = x.shape[-2]
-    filled = torch.sym_min(tokens, segments)  # `min` that can be exported
+    filled = _least(tokens, segments)
     short, longer = tokens // filled, tokens % filled
     index = torch.arange(segments, device=x.device)[:, None]
     start = index * short + (index - (filled - longer)).clamp(min=0)
     length = short + (index >= filled - longer).to(index.dtype)
     position = torch.arange(tokens, device=x.device)
-    inside = (position >= start) & (position < start + length)
-    return inside.to(x.dtype) / length @ x
+    inside = ((position >= start) & (position < start + length)).to(x.dtype)
+    return (inside / length) @ x
+
+
+def _least(tokens: Any, segments: int) -> Any:
+    """Returns the smaller number; under tracing and export `tokens` is a symbol, and the graph must hold for all."""
+    return tokens.clamp(max=segments) if isinstance(tokens, Tensor) else torch.sym_min(tokens, segments)
 
 
 def iterative_pinv(matrix: Tensor, iterations: int) -> Tensor:
@@ -98,9 +103,9 @@ class Nystromformer(FactoredAttention):
         q, tokens = q * self.scale, q.shape[-2]
         q_means, k_means = segment_means(q, self.num_landmarks), segment_means(k, self.num_landmarks).transpose(-2, -1)
         front, core = q @ k_means, q_means @ k_means
-        if torch.compiler.is_exporting() or tokens < self.num_landmarks:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing() or tokens < self.num_landmarks:
             # Empty landmarks leave the softmaxes; rows and columns of 0 in a matrix are rows and columns of 0 in its
-            # inverse. An exported graph must hold at every number of tokens.
+            # inverse. A graph that is kept must hold at every number of tokens.
             filled = torch.arange(self.num_landmarks, device=q.device) < tokens
             front, core = (torch.where(filled, x, float("-inf")).softmax(-1) for x in (front, core))
             core = torch.where(filled[:, None], core, 0.0)
@@ -147,9 +152,9 @@ class Nystromformer(FactoredAttention):
             z = z @ (13 * eye - core @ z @ (15 * eye - core @ z @ (7 * eye - core @ z))) / 4
         out = front @ z @ back @ v
         half = self.conv_kernel // 2
-        for t in range(self.conv_kernel):
-            shifted = F.pad(v, (0, 0, half, half))[..., t : t + tokens, :]
-            out = out + self.kernel[:, t, None, None] * shifted
+        for offset in range(self.conv_kernel):
+            shifted = F.pad(v, (0, 0, half, half))[..., offset : offset + tokens, :]
+            out = out + self.kernel[:, offset, None, None] * shifted
         return out
 
     def extra_repr(self) -> str:
