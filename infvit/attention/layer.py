@@ -164,7 +164,8 @@ class _Traced(nn.Module):
     def __init__(self, layer: AttentionLayer) -> None:
         super().__init__()
         weight = layer.proj.weight
-        self.layer = torch.jit.trace(layer, weight.new_zeros(2, 3, weight.shape[1]), check_trace=False)
+        tokens = 3 if layer.core.capabilities.any_length else layer.core.num_tokens
+        self.layer = torch.jit.trace(layer, weight.new_zeros(2, tokens, weight.shape[1]), check_trace=False)
 
     def forward(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:  # noqa: UP045
         assert attn_mask is None, "masks are not available under TorchScript"

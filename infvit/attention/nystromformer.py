@@ -148,7 +148,7 @@ class Nystromformer(FactoredAttention):
         front, core, back = (x / x.sum(-1, keepdim=True) for x in (front, core, back))
         z = core.mT / (core.sum(-2).amax(-1) * core.sum(-1).amax(-1))[..., None, None]
         eye = torch.eye(landmarks, dtype=q.dtype)
-        for _ in range(self.pinv_iterations):
+        for _step in range(self.pinv_iterations):
             z = z @ (13 * eye - core @ z @ (15 * eye - core @ z @ (7 * eye - core @ z))) / 4
         out = front @ z @ back @ v
         half = self.conv_kernel // 2
