@@ -15,15 +15,18 @@ from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from infvit.attention import NO_MASK, AttentionLayer, list_mechanisms
+from infvit.attention import NO_MASK, AttentionLayer, get_mechanism, list_mechanisms
 
 PROJECTION = "one d x d projection"
 
 
-def build(mechanism: str, width: int, heads: int, dtype: torch.dtype, *, plain: bool = False) -> AttentionLayer:
+def build(
+    mechanism: str, width: int, heads: int, tokens: int, dtype: torch.dtype, *, plain: bool = False
+) -> AttentionLayer:
     """Returns a layer; layers of one mechanism have equal parameters."""
     torch.manual_seed(0)
-    layer = AttentionLayer(width, heads, qkv_bias=True, mechanism=mechanism, dtype=dtype)
+    args = {} if get_mechanism(mechanism).capabilities.any_length else {"num_tokens": tokens}
+    layer = AttentionLayer(width, heads, qkv_bias=True, mechanism=mechanism, mechanism_args=args, dtype=dtype)
     if plain:
         layer.core.absorbs = lambda mask: False  # type: ignore[method-assign]
     return layer
@@ -36,7 +39,7 @@ def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out.sin().sum(), [x, *module.parameters()])]
 
 
-def candidates(mechanisms: Sequence[str], width: int, heads: int) -> dict[str, nn.Module]:
+def candidates(mechanisms: Sequence[str], width: int, heads: int, tokens: int) -> dict[str, nn.Module]:
     """Builds what is timed, by the name shown; checks absorbed against plain forms first.
 
     Raises:
@@ -44,16 +47,16 @@ def candidates(mechanisms: Sequence[str], width: int, heads: int) -> dict[str, n
     """
     modules: dict[str, nn.Module] = {PROJECTION: nn.Linear(width, width), "MLP": Mlp(width, 4 * width)}
     for name in mechanisms:
-        layer = build(name, width, heads, torch.float32)
+        layer = build(name, width, heads, tokens, torch.float32)
         if not layer.core.absorbs(NO_MASK):
             modules[name] = layer
             continue
         x = torch.randn(2, 65, width, dtype=torch.float64)
-        both = [gradients(build(name, width, heads, torch.float64, plain=plain), x) for plain in (False, True)]
+        both = [gradients(build(name, width, heads, tokens, torch.float64, plain=plain), x) for plain in (False, True)]
         for a, b in zip(*both, strict=True):
             assert_close(a, b, rtol=1e-10, atol=1e-12)
         modules[f"{name}, absorbed"] = layer
-        modules[f"{name}, plain form"] = build(name, width, heads, torch.float32, plain=True)
+        modules[f"{name}, plain form"] = build(name, width, heads, tokens, torch.float32, plain=True)
     return modules
 
 
@@ -110,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     for module in options.imports:
         import_module(module)
-    modules = candidates(options.mechanisms or list_mechanisms(), options.width, options.heads)
+    modules = candidates(options.mechanisms or list_mechanisms(), options.width, options.heads, options.tokens)
     x = torch.randn(options.batch, options.tokens, options.width)
     print(
         f"{options.batch} x {options.tokens} tokens, width {options.width}, {options.heads} heads, float32, "

@@ -1,7 +1,11 @@
 """Attention mechanisms: one file each, one registration line each. See `docs/add-a-mechanism.md`."""
 
+from infvit.attention.cosformer import CosFormer
+from infvit.attention.efficient import EfficientAttention
 from infvit.attention.layer import AttentionLayer
 from infvit.attention.linear import LinearInfSA
+from infvit.attention.linear_transformer import LinearTransformer
+from infvit.attention.linformer import Linformer
 from infvit.attention.mechanism import (
     NO_MASK,
     Capabilities,
@@ -13,23 +17,39 @@ from infvit.attention.mechanism import (
     list_mechanisms,
     register_mechanism,
 )
+from infvit.attention.nystromformer import Nystromformer
+from infvit.attention.performer import Performer
 from infvit.attention.pure import PureInfSA
-from infvit.attention.softmax import SoftmaxAttention
+from infvit.attention.softmax import SoftmaxAttention, UnfusedSoftmaxAttention
 
 register_mechanism(SoftmaxAttention)
+register_mechanism(UnfusedSoftmaxAttention)
 register_mechanism(PureInfSA)
 register_mechanism(LinearInfSA)
+register_mechanism(LinearTransformer)
+register_mechanism(Performer)
+register_mechanism(Linformer)
+register_mechanism(Nystromformer)
+register_mechanism(EfficientAttention)
+register_mechanism(CosFormer)
 
 __all__ = [
     "NO_MASK",
     "AttentionLayer",
     "Capabilities",
+    "CosFormer",
+    "EfficientAttention",
     "LinearInfSA",
+    "LinearTransformer",
+    "Linformer",
     "Mask",
     "Mechanism",
+    "Nystromformer",
+    "Performer",
     "Projections",
     "PureInfSA",
     "SoftmaxAttention",
+    "UnfusedSoftmaxAttention",
     "get_mechanism",
     "hyperparameters",
     "list_mechanisms",

@@ -69,6 +69,8 @@ class AttentionLayer(nn.Module):
             raise ConfigError(
                 f"attention mechanism {mechanism!r} takes {sorted(hyperparameters(cls))}, not {sorted(unknown)}."
             )
+        if not cls.capabilities.any_length and "num_tokens" not in (mechanism_args or {}):
+            raise ConfigError(f"attention mechanism {mechanism!r} is built for one number of tokens: give num_tokens.")
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
@@ -162,7 +164,8 @@ class _Traced(nn.Module):
     def __init__(self, layer: AttentionLayer) -> None:
         super().__init__()
         weight = layer.proj.weight
-        self.layer = torch.jit.trace(layer, weight.new_zeros(2, 3, weight.shape[1]), check_trace=False)
+        tokens = 3 if layer.core.capabilities.any_length else layer.core.num_tokens
+        self.layer = torch.jit.trace(layer, weight.new_zeros(2, tokens, weight.shape[1]), check_trace=False)
 
     def forward(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:  # noqa: UP045
         assert attn_mask is None, "masks are not available under TorchScript"

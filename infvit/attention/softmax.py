@@ -78,6 +78,23 @@ class SoftmaxAttention(Mechanism):
         return weights / weights.sum(-1, keepdim=True) @ v
 
 
+class UnfusedSoftmaxAttention(SoftmaxAttention):
+    """The same function with the N x N matrix in memory, whatever timm's switch says."""
+
+    name = "softmax_unfused"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        attn_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, attn_drop, device, dtype)
+        self.fused = False
+
+
 def _open_empty_rows(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the allowed pairs, with rows that allow no key opened wide, and those rows; their output is set to 0.
 

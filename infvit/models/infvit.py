@@ -4,9 +4,10 @@ The published parameter counts fix what the text leaves open: a second output pr
 attention block, and one pooled d x d layer with tanh before the classifier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from math import prod
 from typing import Any
 
 from timm.layers import to_2tuple
@@ -47,12 +48,16 @@ class InfViT(VisionTransformer):
         given = {**dict(zip(("img_size", "patch_size"), args, strict=False)), **kwargs}
         if not (given.get("dynamic_img_size") and given.get("dynamic_img_pad")):
             _check_image_size(given.get("img_size", 224), given.get("patch_size", 16))
-        own = hyperparameters(get_mechanism(attention))
+        own = hyperparameters(get_mechanism(attention)) - {"num_tokens"}
         mechanism_args = {name: kwargs.pop(name) for name in list(kwargs) if name in own}
         for name in kwargs.keys() & {
             key for other in list_mechanisms() for key in hyperparameters(get_mechanism(other))
         }:
             raise TypeError(f"attention {attention!r} has no {name!r}; it takes {sorted(own) or 'nothing of its own'}")
+        if not get_mechanism(attention).capabilities.any_length:
+            for name in ("dynamic_img_size", "patch_drop_rate"):
+                if kwargs.get(name):
+                    raise ConfigError(f"attention {attention!r} takes one number of tokens; {name} changes it.")
         options = {
             "mechanism": attention,
             "mechanism_args": mechanism_args,
@@ -60,7 +65,7 @@ class InfViT(VisionTransformer):
             "double_proj": double_proj,
         }
         try:
-            super().__init__(*args, **kwargs, block_fn=partial(_block, options), attn_layer=_Deferred)  # type: ignore
+            super().__init__(*args, **kwargs, block_fn=partial(self._block, options), attn_layer=_Deferred)  # type: ignore
         except TypeError as error:
             raise TypeError(f"{error} (attention {attention!r} takes {sorted(own) or 'nothing of its own'})") from error
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
@@ -70,6 +75,16 @@ class InfViT(VisionTransformer):
         self.pooler_act: nn.Module = nn.Tanh()
         if kwargs.get("weight_init") != "skip":
             get_init_weights_vit(self.weight_init_mode, needs_reset=False)(self.pooler, name="pooler")
+
+    def _block(self, options: dict[str, Any], **kwargs: Any) -> Block:
+        """Builds timm's block around our attention layer; timm hands options of ours to neither of them."""
+        block = Block(**kwargs)
+        assert isinstance(block.attn, _Deferred)
+        if not get_mechanism(options["mechanism"]).capabilities.any_length:
+            tokens = self.patch_embed.num_patches + self.num_prefix_tokens
+            options = {**options, "mechanism_args": {**options["mechanism_args"], "num_tokens": tokens}}
+        block.attn = AttentionLayer(**block.attn.arguments, **options)
+        return block
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pools tokens (B, N, C) and classifies them; with `pre_logits` returns what enters the classifier."""
@@ -95,11 +110,21 @@ class InfViT(VisionTransformer):
         """Changes the image or patch size and resizes the position embedding; see timm.
 
         Raises:
-            ConfigError: the image size is not divisible by the patch size.
+            ConfigError: the image size is not divisible by the patch size, or gives another number of patches to an
+                attention that was built for one.
         """
         patch_embed = self.patch_embed
+        sizes = img_size or patch_embed.img_size, patch_size or patch_embed.patch_size
         if not (self.dynamic_img_size and patch_embed.dynamic_img_pad):
-            _check_image_size(img_size or patch_embed.img_size, patch_size or patch_embed.patch_size)
+            _check_image_size(*sizes)
+        if not get_mechanism(self.attention).capabilities.any_length:
+            patches = prod(size // step for size, step in zip(*map(to_2tuple, sizes), strict=True))
+            if patches != patch_embed.num_patches:
+                raise ConfigError(
+                    f"attention {self.attention!r} was built for {patch_embed.num_patches} patches, and "
+                    f"img_size={sizes[0]} has {patches}; create the model with that img_size instead (its weights do "
+                    "not carry over)."
+                )
         super().set_input_size(img_size, patch_size)
 
 
@@ -109,14 +134,6 @@ class _Deferred(nn.Module):
     def __init__(self, dim: int, **kwargs: Any) -> None:
         super().__init__()
         self.arguments = {"dim": dim, **kwargs}
-
-
-def _block(options: dict[str, Any], **kwargs: Any) -> Block:
-    """Builds timm's block around our attention layer; timm hands options of ours to neither of them."""
-    block = Block(**kwargs)
-    assert isinstance(block.attn, _Deferred)
-    block.attn = AttentionLayer(**block.attn.arguments, **options)
-    return block
 
 
 def _check_image_size(img_size: int | Sequence[int] | None, patch_size: int | Sequence[int]) -> None:
@@ -168,8 +185,20 @@ def _cfg(**kwargs: Any) -> dict[str, Any]:
 
 _MINI = _cfg(num_classes=10, input_size=(3, 32, 32), crop_pct=1.0)
 
+# Attention mechanisms from other papers, each as `vit_4l_NAME`: the baseline with only the mechanism exchanged.
+PEERS = (
+    "softmax_unfused",
+    "linear_transformer",
+    "performer",
+    "linformer",
+    "nystromformer",
+    "efficient",
+    "cosformer",
+)
+
 default_cfgs = generate_default_cfgs(
     {
+        **{f"vit_4l_{attention}.untrained": _cfg() for attention in PEERS},
         "vit_4l.untrained": _cfg(),
         "infvit_pure_4l.untrained": _cfg(),
         "infvit_linear_4l.untrained": _cfg(),
@@ -212,6 +241,20 @@ def _create(variant: str, pretrained: bool, defaults: dict[str, Any], kwargs: di
 def vit_4l(pretrained: bool = False, **kwargs: Any) -> InfViT:
     """Softmax baseline, 4 layers, width 1024, 64 heads: 57.7 M parameters."""
     return _create("vit_4l", pretrained, _4L, kwargs)
+
+
+def _peer(attention: str) -> Callable[..., InfViT]:
+    """Registers `vit_4l` with another attention mechanism; a function of this module like those written out."""
+
+    def entry(pretrained: bool = False, **kwargs: Any) -> InfViT:
+        return _create(entry.__name__, pretrained, {**_4L, "attention": attention}, kwargs)
+
+    entry.__name__ = entry.__qualname__ = f"vit_4l_{attention}"
+    entry.__doc__ = f"`vit_4l` with the attention mechanism `{attention}`; see docs/mechanisms.md."
+    return register_model(entry)
+
+
+globals().update({entry.__name__: entry for entry in map(_peer, PEERS)})
 
 
 @register_model

@@ -86,8 +86,8 @@ def check_export(name: str, **args: Any) -> None:
             assert_close(exported(*examples[tokens]), module(*examples[tokens]), **EXACT)
 
 
-def check_compile(name: str, **args: Any) -> None:
-    """`torch.compile` with Inductor, in one graph, forward and backward, mechanism and layer. Takes long."""
+def check_compile(name: str, *, backend: str = "inductor", **args: Any) -> None:
+    """`torch.compile` in one graph, forward and backward, mechanism and layer. Takes long with Inductor."""
     core, layer = build(name, args, dtype=torch.float32), build_layer(name, args, dtype=torch.float32)
     leaves = [*inputs(dtype=torch.float32), random(2, TOKENS, HEADS * DIM).float()]
     leaves = [x.requires_grad_() for x in leaves]
@@ -97,7 +97,7 @@ def check_compile(name: str, **args: Any) -> None:
         return core(q, k, v).square().sum() + layer(x).square().sum()
 
     torch._dynamo.reset()
-    compiled = torch.compile(run, fullgraph=True)(*leaves[:4])
+    compiled = torch.compile(run, fullgraph=True, backend=backend)(*leaves[:4])
     expected = run(*leaves[:4])
     assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
     got = torch.autograd.grad(compiled, leaves)

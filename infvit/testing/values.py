@@ -50,9 +50,11 @@ def check_dtypes(name: str, **args: Any) -> None:
     """The dtype of the input comes out, with the right value, whether parameters have that dtype or float32."""
     for dtype, atol in {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}.items():
         q, k, v = inputs(dtype=dtype)
-        expected = build(name, args)(q.double(), k.double(), v.double())
         for parameters in {dtype, torch.promote_types(dtype, torch.float32)}:
-            out = build(name, args, dtype=parameters)(q, k, v)
+            core, exact = build(name, args, dtype=parameters), build(name, args)
+            exact.load_state_dict(core.state_dict())  # drawn parameters differ between dtypes
+            expected = exact(q.double(), k.double(), v.double())
+            out = core(q, k, v)
             assert out.dtype == dtype, f"{dtype} in, {out.dtype} out"
             assert_close(out.double(), expected, rtol=0, atol=atol)
 
@@ -136,10 +138,12 @@ def check_half_precision(name: str, **args: Any) -> None:
         got = gradients(core, half, NO_MASK, weight)
         expected = gradients(exact, [x.double() for x in half], NO_MASK, weight.double())
         for a, b in zip(got, expected, strict=True):
-            assert a.isfinite().all(), f"not finite in {dtype} at {factor} times normal input"
+            within = b.abs() < torch.finfo(dtype).max / 2  # a parameter's gradient, a sum over tokens, can be beyond
+            assert b.isfinite().all(), f"not finite in float64 at {factor} times normal input"
+            assert a[within].isfinite().all(), f"not finite in {dtype} at {factor} times normal input"
             tiny = torch.finfo(dtype).smallest_normal  # below it float16 has few digits, or none
             relative = 1e-2 if a is got[0] else 3e-2  # fused kernels read their own rounded output in the backward pass
-            assert_close(a.double(), b, rtol=0, atol=relative * b.abs().max().item() + tiny)
+            assert_close(a[within].double(), b[within], rtol=0, atol=relative * b.abs().max().item() + tiny)
 
 
 def check_autocast(name: str, **args: Any) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from infvit.attention import LinearInfSA
+from infvit.attention import LinearInfSA, list_mechanisms
 
 SMALL = ["--tokens", "9", "--width", "16", "--heads", "2", "--repeats", "2", "--backward"]
 
@@ -26,6 +26,12 @@ def test_prints_every_candidate_and_the_goals(benchmark, capsys):
         assert f"\n{name} " in out
     assert "9 tokens, width 16, 2 heads, float32, forward + backward" in out
     assert out.count("reached") == 2
+
+
+def test_every_registered_mechanism_is_timed(benchmark, capsys):
+    benchmark.main(SMALL)
+    out = capsys.readouterr().out
+    assert [name for name in list_mechanisms() if f"\n{name}" not in out] == []
 
 
 def test_goals_are_judged_by_the_medians(benchmark, capsys):

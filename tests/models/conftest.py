@@ -9,9 +9,10 @@ import timm
 import torch
 from torch import nn
 
-import infvit  # noqa: F401
+from infvit.models.infvit import PEERS
 
-MODELS = timm.list_models(module="infvit")
+# Those that differ from `vit_4l` in the mechanism only have tests of their own: test_model_peers.py.
+MODELS = [name for name in timm.list_models(module="infvit") if name.removeprefix("vit_4l_") not in PEERS]
 MINIS = [name for name in MODELS if name.endswith("_mini")]
 SMALL: dict[str, Any] = {"depth": 2, "num_classes": 10}
 NARROW: dict[str, Any] = {**SMALL, "embed_dim": 128, "img_size": 64}

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import infvit
 from infvit.attention import AttentionLayer, LinearInfSA, SoftmaxAttention
+from infvit.models.infvit import PEERS
 
 # name: image side, patch side, width, depth, d x d matrices of qkv, parameters without gamma, number of gammas
 MODELS = {
@@ -64,7 +65,8 @@ def counted(model: torch.nn.Module) -> int:
 
 
 def test_the_table_covers_every_registered_model():
-    assert sorted(MODELS) == sorted(timm.list_models(module="infvit"))
+    peers = [f"vit_4l_{attention}" for attention in PEERS]  # in test_model_peers.py
+    assert sorted([*MODELS, *peers]) == sorted(timm.list_models(module="infvit"))
 
 
 @pytest.mark.parametrize("name", MODELS)
