@@ -321,6 +321,7 @@ class EvalConfig:
     roots: dict[str, Any] = key({}, "folder of one ImageNet set outside data.root, e.g. `roots.imagenet_a=/data/a`")
     runs: list[str] = key([], "for eval=compare: two run folders, or two files of predictions")
     on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
+    reparameterize: bool = key(True, "evaluate the form for inference, the same up to rounding; false: as trained")
     device: str = key("auto", "auto, cpu, cuda or mps")
     precision: str = key("auto", "auto, fp32, bf16 or fp16")
     batch_size: int = key(64, "images per forward pass; has no influence on results")
