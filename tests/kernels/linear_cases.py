@@ -64,10 +64,9 @@ def differentiate(function, leaves, weights, *rest):
 
 
 def compare(shape, dtype, activation, padded, device="cpu", factor=1.0):
-    """Values and gradients against the formula on the same rounded inputs.
+    """Values and gradients against the formula on the same rounded inputs, by the norm of the error.
 
-    A single score near 0 may change sides of the kink of relu and abs by rounding; half precision meets that in the
-    mean, so there the norm of the error is judged, and otherwise every entry.
+    Not by the largest error: in half precision single scores near 0 change sides of the kink of relu and abs.
     """
     leaves, real, weights = problem(shape, dtype, device=device)
     leaves[0] = (leaves[0].detach() * factor).requires_grad_()
@@ -77,7 +76,7 @@ def compare(shape, dtype, activation, padded, device="cpu", factor=1.0):
     expected = differentiate(formula, exact, weights, real if padded else torch.ones_like(real), heads, activation)
     for a, b in zip(got, expected, strict=True):
         assert a.isfinite().all()
-        error = (a - b).norm() / b.norm().clamp(min=1e-3)
+        error = (a - b).norm() / b.norm().clamp(min=0.1)  # of one token it is all but 0
         assert error < TOLERANCE[dtype], f"{shape} {dtype} {activation}: relative error {error:.1e}"
 
 

@@ -181,3 +181,16 @@ def test_works_without_triton():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "tensor(True)\n", result.stderr
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_projection_by_onednn_is_the_projection(bias):
+    """Where this processor takes it, also of tokens and weights that do not lie contiguously."""
+    (x, weight, b), _, _ = problem((2, 140, 2, 16), torch.float32)
+    with torch.no_grad():
+        for tokens, matrix in ((x, weight), (x.mT.contiguous().mT, weight.T), (x[:, ::3], weight[::2])):
+            arguments = tokens, matrix, b[: len(matrix)].contiguous() if bias else None
+            expected = torch.nn.functional.linear(*arguments)
+            assert_close(kernels.project(*arguments), expected, rtol=1e-5, atol=1e-5)
+            with torch.backends.mkldnn.flags(enabled=False):
+                assert torch.equal(kernels.project(*arguments), expected)

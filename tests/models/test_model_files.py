@@ -141,7 +141,7 @@ def test_folding_twice_and_loading_into_a_folded_model(name: str, build: Build, 
     assert_equal(model, other, images(model))
     single = build(name, double_proj=False)
     single.load_state_dict(once)
-    assert_equal(model, single, images(model))
+    assert_equal(model, infvit.reparameterize(single), images(model))
 
 
 def test_folding_without_biases(mini: str, build: Build, images: Images):

@@ -19,6 +19,7 @@ in slices of tokens that fit into a processor's cache, and the kernels are teste
 """
 
 import os
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from torch.utils.flop_counter import register_flop_formula
 EPS = 1e-6
 MAX_WIDTH = 2048
 """Of tokens for the Triton kernels, which hold one whole in a tile."""
+TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SLICE = 2**19
 """Numbers of q that are worked on at a time: 2 MB in float32."""
 
@@ -83,13 +85,29 @@ def slices(x: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, x.shape[1], step)]
 
 
+def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Computes `F.linear`, without a graph; float32 on CPUs with AVX-512 by oneDNN.
+
+    There torch takes MKL, which keeps to AVX2 on processors that are not Intel's: half the speed. The operator that
+    chooses oneDNN is the one that Inductor emits for frozen models; without it, or with
+    `torch.backends.mkldnn.enabled = False`, the product is torch's own.
+    """
+    onednn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    usable = x.device.type == "cpu" and x.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    if onednn is None or not usable or not torch.backends.mkldnn.enabled:
+        return F.linear(x, weight, bias)
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return F.linear(x, weight, bias)
+    return onednn(x.flatten(0, 1), weight, bias, "none", [], "").view(*x.shape[:2], -1)
+
+
 def torch_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, real: Tensor | None, heads: int, activation: str
 ) -> tuple[Tensor, Tensor, Sums]:
     """Computes pooled tokens, their total weight and what the backward pass needs; see `linear_pool`."""
     compute = compute_dtype(x)
     scale = (x.shape[2] // heads) ** -0.5
-    query = F.linear(x, weight, bias)
+    query = project(x, weight, bias)
     if real is not None:
         query = query.masked_fill_(~real[..., None], 0)  # the bias made them non-zero
     q = query.unflatten(-1, (heads, -1))
@@ -144,13 +162,16 @@ def torch_query_gradient(query: Tensor, norms: Tensor, pooled_query: Tensor, sco
     return out.flatten(2)
 
 
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it comes with torch for CUDA and not with torch for CPUs."""
+    return find_spec("triton") is not None
+
+
 def triton_is_used(x: Tensor) -> bool:
     """Whether the Triton kernels compute for these tokens: half precision or float32 on CUDA or in the interpreter."""
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32) or find_spec("triton") is None:
-        return False
-    if x.shape[-1] > MAX_WIDTH:
-        return False
-    return x.is_cuda or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    possible = x.is_cuda or (x.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return possible and x.dtype in TRITON_DTYPES and x.shape[-1] <= MAX_WIDTH and has_triton()
 
 
 @torch.library.custom_op("infvit::linear_pool", mutates_args=())

@@ -213,7 +213,7 @@ def triton_forward(
     pooled_query = scale**2 * sums.sum(1) / (scale * totals.sum(1) + EPS)[..., None]
 
     by_head = weight.float().unflatten(0, (heads, dim))
-    vectors = scale * torch.einsum("bhd,hdc->bhc", pooled_query, by_head)
+    vectors = scale * torch.einsum("bhd,hdc->bhc", pooled_query, by_head).contiguous()
     sizes = vectors.abs().amax(-1)
     sizes = (
         torch.where(sizes > 0, sizes, torch.ones_like(sizes)) if x.dtype != torch.float32 else torch.ones_like(sizes)
