@@ -359,6 +359,7 @@ class EvalConfig:
     models: list[str] = key([], "for eval=efficiency: NAME, timm/NAME, either with :unfused (docs/performance.md)")
     resolutions: list[int] = key([], "for eval=efficiency: image sides in pixels")
     on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
+    reparameterize: bool = key(True, "evaluate the form for inference, the same up to rounding; false: as trained")
     device: str = key("auto", "auto, cpu, cuda or mps")
     precision: str = key("auto", "auto, fp32, bf16 or fp16")
     batch_size: int = key(64, "images per forward pass; has no influence on results")

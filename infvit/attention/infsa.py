@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import torch
+from timm.layers import use_fused_attn
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -73,6 +74,9 @@ class PathDecay(nn.Module):
 class InfSA(Mechanism):
     """Common constructor of Pure and Linear InfSA.
 
+    `fused`, whether our own operators compute, is read from timm's switch (TIMM_FUSED_ATTN) at construction and can be
+    set afterwards; both ways give the same function.
+
     Args:
         num_heads: heads H.
         head_dim: channels per head D.
@@ -97,6 +101,7 @@ class InfSA(Mechanism):
         activation: str = "relu",
     ) -> None:
         super().__init__(num_heads, head_dim, attn_drop, device, dtype)
+        self.fused = use_fused_attn()
         self.activation = activation
         self.phi = get_activation(activation)
         self.decay = PathDecay(gamma, gamma_trainable, num_heads if gamma_per_head else 1, device, dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
+from infvit.attention.kernels.linear_pool import linear_pool
 from infvit.attention.mechanism import Capabilities, Mask, Projections, full_precision, zero_padded
 
 
@@ -49,11 +50,21 @@ def causal_linear_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], 
     return normalised(torch.where(allowed, scores, scores.new_zeros(())), -1)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype in which a matrix product of x is computed here: that of autocast where it is on."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.amp.is_autocast_available(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 class LinearInfSA(InfSA):
     """Linear InfSA: `c = gamma * sum_j a_j v_j` for every token, `a_j` from one pooled query.
 
     O(N) time and O(D) state per head. In our models the key projection is tied to the query's (`ties_key`), as in the
     published ones. There `absorbed` computes the same function without projecting the keys and values of each token.
+
+    With `fused` off, `absorbed` is a formula of torch's own operations, which can be differentiated twice.
     """
 
     name = "infsa_linear"
@@ -106,31 +117,40 @@ class LinearInfSA(InfSA):
             scores_h = (X W_k^T qbar_h + b_k . qbar_h) / sqrt(D)      (keys tied to the queries: q_j . qbar_h)
             c_h      = gamma (W_v p_h + b_v sum_j a_hj),  p_h = sum_j a_hj x_j
 
-        so that of all projections only the query's is applied to every token.
+        so that of all projections only the query's is applied to every token. With tied keys and `fused`, the sums are
+        one operator (`kernels/linear_pool.py`); otherwise, and in graphs that leave this package, torch's own.
         """
-        q = F.linear(x, weights.q, weights.q_bias)
+        dtype = autocast_dtype(x)
         with full_precision(x) as compute:
-            x = x.to(compute)
-            q = self._split(q.to(compute))  # (B, N, H, D); the scale goes on the small tensors made from it
-            if mask.keys is not None:
-                q = torch.where(mask.keys[..., None, None], q, q.new_zeros(()))  # the bias made them non-zero
-            norms = torch.linalg.vector_norm(q, dim=-1) * self.scale  # (B, N, H)
-            pooled = torch.einsum("bnh,bnhd->bhd", normalised(norms, 1), q) * self.scale
-            if weights.k is None:
-                scores = torch.einsum("bnhd,bhd->bnh", q, pooled)
+            x, weight = x.to(dtype), weights.q.to(dtype)
+            bias = None if weights.q_bias is None else weights.q_bias.to(dtype)
+            if self.fused and weights.k is None and not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+                pooled, total = linear_pool(x, weight, bias, mask.keys, self.num_heads, self.activation)
             else:
-                scores = x @ torch.einsum("chd,bhd->bch", self._split(weights.k.to(compute).T), pooled)
-                if weights.k_bias is not None:
-                    scores = scores + (pooled * self._split(weights.k_bias.to(compute))).sum(-1)[:, None]
-            scores = self.phi(scores * self.scale)
-            if mask.keys is not None:
-                scores = torch.where(mask.keys[..., None], scores, scores.new_zeros(()))
-            a = normalised(scores, 1)
-            pooled_tokens = a.transpose(1, 2) @ x  # p, (B, H, C)
-            c = torch.einsum("bhc,chd->bhd", pooled_tokens, self._split(weights.v.to(compute).T))
+                pooled, total = self._pool(x.to(compute), F.linear(x, weight, bias).to(compute), weights, mask)
+            c = torch.einsum("bhc,chd->bhd", pooled, self._split(weights.v.to(compute).T))
             if weights.v_bias is not None:
-                c = c + a.sum(1)[..., None] * self._split(weights.v_bias.to(compute))
+                c = c + total[..., None] * self._split(weights.v_bias.to(compute))
             return (self.decay()[:, 0] * c).flatten(1)[:, None]
+
+    def _pool(self, x: Tensor, q: Tensor, weights: Projections, mask: Mask) -> tuple[Tensor, Tensor]:
+        """Returns the pooled tokens p, (B, H, C), and the sums of their weights, (B, H)."""
+        q = self._split(q)  # (B, N, H, D); the scale goes on the small tensors made from it
+        if mask.keys is not None:
+            q = torch.where(mask.keys[..., None, None], q, q.new_zeros(()))  # the bias made them non-zero
+        norms = torch.linalg.vector_norm(q, dim=-1) * self.scale  # (B, N, H)
+        pooled_query = torch.einsum("bnh,bnhd->bhd", normalised(norms, 1), q) * self.scale
+        if weights.k is None:
+            scores = torch.einsum("bnhd,bhd->bnh", q, pooled_query)
+        else:
+            scores = x @ torch.einsum("chd,bhd->bch", self._split(weights.k.to(x.dtype).T), pooled_query)
+            if weights.k_bias is not None:
+                scores = scores + (pooled_query * self._split(weights.k_bias.to(x.dtype))).sum(-1)[:, None]
+        scores = self.phi(scores * self.scale)
+        if mask.keys is not None:
+            scores = torch.where(mask.keys[..., None], scores, scores.new_zeros(()))
+        a = normalised(scores, 1)
+        return a.transpose(1, 2) @ x, a.sum(1)
 
     def _split(self, x: Tensor) -> Tensor:
         """Views the last dimension as heads: (..., C) to (..., H, D)."""

@@ -13,6 +13,7 @@ from infvit.data import unused_keys
 from infvit.engine import checkpoint
 from infvit.engine.plan import import_modules
 from infvit.errors import CheckpointError, ConfigError, did_you_mean
+from infvit.models import InfViT, reparameterize
 from infvit.models.build import build_model
 from infvit.models.weights import load_weights
 
@@ -85,6 +86,16 @@ def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuil
         notes=report.changes(),
         folder=path.parent,
     )
+
+
+def use_inference_form(rebuilt: Rebuilt) -> None:
+    """Brings a model of ours into its form for inference and notes it; leaves others alone."""
+    if any(isinstance(module, InfViT) for module in rebuilt.model.modules()):
+        reparameterize(rebuilt.model)
+        rebuilt.notes.append(
+            "inference form: output projections folded, last MLP on the class token only; the same function up to "
+            "rounding (reparameterize=false: as trained)"
+        )
 
 
 def _check_overrides(overrides: dict[str, Any], content: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from infvit.evaluation.compare import compare
 from infvit.evaluation.efficiency import efficiency
 from infvit.evaluation.files import require_writable, result_folder, result_path
 from infvit.evaluation.imagenet import open_sets, require_known, score_set, show, write_csv
-from infvit.evaluation.rebuild import Rebuilt, rebuild
+from infvit.evaluation.rebuild import Rebuilt, rebuild, use_inference_form
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) ->
         select_precision(config.precision, device)
         remote = bool(config.model.name) or str(config.checkpoint).startswith(REMOTE)
         rebuilt = baseline(config) if remote else rebuild(str(config.checkpoint), config.weights, config.data)
+        if config.reparameterize:
+            use_inference_form(rebuilt)
         sets = open_sets(config, rebuilt, [name for name in config.eval if name in NAMES])
         if processes.first:
             require_writable(result_folder(config, rebuilt))

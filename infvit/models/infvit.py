@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, Optional
 
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
@@ -70,6 +70,7 @@ class InfViT(VisionTransformer):
             raise TypeError(f"{error} (attention {attention!r} takes {sorted(own) or 'nothing of its own'})") from error
         device, dtype = kwargs.get("device"), kwargs.get("dtype")
         self.attention = attention
+        self.class_token_only = False  # see `reparameterize`
         # Not called `pre_logits`: timm's checkpoint filter drops that name.
         self.pooler: nn.Module = nn.Linear(self.embed_dim, self.embed_dim, device=device, dtype=dtype)
         self.pooler_act: nn.Module = nn.Tanh()
@@ -85,6 +86,26 @@ class InfViT(VisionTransformer):
             options = {**options, "mechanism_args": {**options["mechanism_args"], "num_tokens": tokens}}
         block.attn = AttentionLayer(**block.attn.arguments, **options)
         return block
+
+    def forward(self, x: Tensor, attn_mask: Optional[Tensor] = None, is_causal: bool = False) -> Tensor:  # noqa: UP045
+        """Classifies images (B, 3, height, width); see timm for the masks."""
+        if self.class_token_only and self.global_pool == "token" and self.attn_pool is None and len(self.blocks) > 0:
+            return self.forward_head(self._class_token(x, attn_mask, is_causal))
+        return self.forward_head(self.forward_features(x, attn_mask=attn_mask, is_causal=is_causal))
+
+    def _class_token(self, x: Tensor, attn_mask: Optional[Tensor], is_causal: bool) -> Tensor:  # noqa: UP045
+        """Returns the class token alone, (B, 1, C), as `forward_features` has it at position 0.
+
+        No token but this one is read behind the last attention, so the last MLP is applied to no other.
+        """
+        x = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
+        for block in self.blocks[:-1]:
+            x = block(x, attn_mask=attn_mask, is_causal=is_causal)
+        last: Any = self.blocks[-1]
+        mixed = last.attn(last.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
+        x = x[:, :1] + last.drop_path1(last.ls1(mixed[:, :1]))
+        x = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
+        return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Pools tokens (B, N, C) and classifies them; with `pre_logits` returns what enters the classifier."""
@@ -147,9 +168,11 @@ def _check_image_size(img_size: int | Sequence[int] | None, patch_size: int | Se
 
 
 def reparameterize(model: nn.Module) -> nn.Module:
-    """Folds the two output projections of every attention layer into one, in place, for inference.
+    """Brings a model into its form for inference, in place. The function stays the same up to rounding.
 
-    The function stays the same up to rounding; the parameters of the second projection are gone.
+    * The two output projections of every attention layer become one; the parameters of the second are gone.
+    * `forward` of a model that reads nothing but the class token applies its last MLP to that token alone. What
+      `forward_features` and its relatives return stays as it is.
 
     Args:
         model: any model; layers that are not ours stay as they are.
@@ -161,6 +184,7 @@ def reparameterize(model: nn.Module) -> nn.Module:
         if isinstance(module, AttentionLayer):
             module.fold_projection()
         elif isinstance(module, InfViT):
+            module.class_token_only = True
             update_model_args(module, double_proj=False)  # what `save_for_hf` writes down
     return model
 

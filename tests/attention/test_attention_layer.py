@@ -58,11 +58,12 @@ def results(layer, x, *mask):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("training", [True, False])
 def test_absorbed_equals_plain_form(x, core_calls, training, masked, activation):
-    for tie_key, qkv_bias, double, per_head in product([True, False], repeat=4):
+    for tie_key, qkv_bias, double, per_head, fused in product([True, False], repeat=5):
         kwargs = {"tie_key": tie_key, "qkv_bias": qkv_bias, "double_proj": double, "scale_norm": double}
         kwargs["mechanism_args"] = {"activation": activation, "gamma_per_head": per_head}
         kwargs["norm_layer"] = nn.LayerNorm
         absorbed, plain = make(**kwargs).train(training), make(**kwargs).train(training)
+        absorbed.core.fused = fused
         plain.core.absorbs = lambda mask: False
         calls = core_calls(absorbed), core_calls(plain)
         mask = (PADDING,) if masked else ()
@@ -98,12 +99,13 @@ def test_qk_norm_normalises_queries_and_keys_separately(x):
     assert_close(k, 3 * nn.functional.layer_norm(raw_k, (DIM // HEADS,)), **EXACT)
 
 
-@pytest.mark.parametrize("tie_key", [True, False])
+@pytest.mark.parametrize(("tie_key", "fused"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize("factor", [1, 100])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_absorbed_at_4096_tokens_in_half_precision(dtype, factor, tie_key):
+def test_absorbed_at_4096_tokens_in_half_precision(dtype, factor, tie_key, fused):
     x = (factor * torch.randn(1, 4096, DIM)).to(dtype)
     half = make(dtype=dtype, tie_key=tie_key)
+    half.core.fused = fused
     exact = make(tie_key=tie_key)
     exact.load_state_dict(half.state_dict())
     (out, *grads), (expected, *_) = results(half, x), results(exact, x.double())
@@ -124,8 +126,10 @@ def test_absorbed_projects_queries_only(x):
 
 @pytest.mark.parametrize("tie_key", [True, False])
 @pytest.mark.parametrize("name", PADDED)
-def test_padded_tokens_do_not_exist(name, tie_key, x):
+@pytest.mark.parametrize("fused", [True, False])
+def test_padded_tokens_do_not_exist(name, tie_key, fused, x):
     layer = make(name, tie_key=tie_key)
+    layer.core.fused = fused
     garbage = torch.where(REAL[..., None], x, float("nan"))
     out, dx, *grads = results(layer, garbage, PADDING)
     assert not out[~REAL].any()

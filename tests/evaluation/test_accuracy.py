@@ -1,5 +1,6 @@
 """`eval.py`'s work: the scores of an independent loop, whatever the batch size, and refusals that name the reason."""
 
+import csv
 import json
 import shutil
 import sys
@@ -20,6 +21,7 @@ from infvit.data.digits import digit_arrays
 from infvit.errors import CheckpointError, ConfigError, DataError
 from infvit.evaluation import EVALUATIONS, evaluate
 from infvit.evaluation.rebuild import rebuild
+from infvit.models import InfViT
 
 
 def written_to(folder: Path, stem: str) -> Path:
@@ -347,3 +349,26 @@ def test_a_place_that_cannot_be_written_is_found_first(score: Callable[..., dict
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"results cannot be written to .*file/out: Not a directory. Choose output="):
         score(output=str(tmp_path / "file" / "out"))
+
+
+def test_the_form_for_inference_answers_as_the_trained_model(
+    score: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what is evaluated, and says so; image by image nothing changes but the last digits of a probability."""
+    short, batches = InfViT._class_token, []
+    monkeypatch.setattr(InfViT, "_class_token", lambda *args: batches.append(1) or short(*args))
+    rows = {}
+    for inference in (True, False):
+        folder = tmp_path / str(inference)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            score(output=str(folder), **({} if inference else {"reparameterize": False}))
+        assert ("inference form" in caplog.text) is inference
+        assert bool(batches) is inference
+        batches.clear()
+        (path,) = folder.glob("predictions*.csv")
+        rows[inference] = list(csv.DictReader(path.open()))
+    assert len(rows[True]) == 360
+    for ours, theirs in zip(rows[True], rows[False], strict=True):
+        assert float(ours.pop("probability")) == pytest.approx(float(theirs.pop("probability")), abs=1e-5)
+        assert ours == theirs

@@ -141,7 +141,7 @@ def test_folding_twice_and_loading_into_a_folded_model(name: str, build: Build, 
     assert_equal(model, other, images(model))
     single = build(name, double_proj=False)
     single.load_state_dict(once)
-    assert_equal(model, single, images(model))
+    assert_equal(model, infvit.reparameterize(single), images(model))
 
 
 def test_folding_without_biases(mini: str, build: Build, images: Images):
@@ -161,3 +161,43 @@ def test_folding_finds_layers_inside_other_modules(build: Build, images: Images)
     plain = timm.create_model("test_vit")
     before = copy.deepcopy(plain.state_dict())
     assert infvit.reparameterize(plain).state_dict().keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_classes": 0}, {"reg_tokens": 2}, {"init_values": 0.1}, {"fc_norm": True}]
+)
+def test_last_mlp_sees_the_class_token_only(mini: str, options: dict[str, Any], build: Build, images: Images):
+    model = build(mini, **options).double()
+    x = images(model)
+    tokens = []
+    model.blocks[-1].mlp.register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].shape[1]))
+    with torch.no_grad():
+        expected, features = model(x), model.forward_features(x)
+        infvit.reparameterize(model)
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(model.forward_features(x), features, rtol=0, atol=1e-12)
+    count = features.shape[1]
+    assert tokens == [count, count, 1, count]
+
+
+@pytest.mark.parametrize("masks", [{"is_causal": True}, {"attn_mask": True}], ids=str)
+def test_masks_reach_every_block_of_the_inference_form(mini: str, masks: dict[str, Any], build: Build, images: Images):
+    model = build(mini).double()
+    x = images(model)
+    if "attn_mask" in masks:
+        real = torch.rand(len(x), 1, 1, model.patch_embed.num_patches + 1) > 0.3
+        real[..., 0] = True
+        masks = {"attn_mask": real}
+    with torch.no_grad():
+        expected = model(x, **masks)
+        assert not torch.allclose(model(x), expected)
+        torch.testing.assert_close(infvit.reparameterize(model)(x, **masks), expected, rtol=0, atol=1e-12)
+
+
+def test_pools_that_need_every_token_get_every_token(mini: str, build: Build, images: Images):
+    for pool in ("avg", "map"):
+        model = build(mini, global_pool=pool).double()
+        x = images(model)
+        with torch.no_grad():
+            expected = model(x)
+            torch.testing.assert_close(infvit.reparameterize(model)(x), expected, rtol=0, atol=1e-12)

@@ -1,0 +1,1 @@
+"""Faster forms of what mechanisms compute, each tested against the plain one. Triton is imported when it is used."""
