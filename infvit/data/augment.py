@@ -81,10 +81,10 @@ class TrainTransform:
 
     def finish(self, pixels: Pixels, device: torch.device | str = "cpu") -> Tensor:
         """Returns views as float32 (n, C, H, W) on a device: normalised, then erased."""
-        self.mean, self.std = self.mean.to(device), self.std.to(device)
+        mean, std = (values.to(device, non_blocking=True) for values in (self.mean, self.std))
         images = pixels.images.to(device, non_blocking=True).permute(0, 3, 1, 2)
         images = images.to(torch.float32, memory_format=torch.contiguous_format)
-        images = images.div_(255).sub_(self.mean).div_(self.std)
+        images = images.div_(255).sub_(mean).div_(std)
         boxes, channels = pixels.boxes.tolist(), images.shape[1]
         sizes = [channels * height * width for *_, height, width in boxes]
         patches = pixels.values.to(device, non_blocking=True).split(sizes)
