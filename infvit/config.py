@@ -138,7 +138,7 @@ class RecipeConfig:
     scale: list[float] = key([0.08, 1.0], "area range of the random resized crop")
     ratio: list[float] = key([3 / 4, 4 / 3], "aspect-ratio range of the random resized crop")
     interpolation: str = key("bicubic", "resize filter, training and evaluation")
-    resize: str = key("torch", "what resizes training crops: torch (faster) or timm (by Pillow); compared in docs/data.md")
+    resize: str = key("torch", "what resizes training crops: torch (faster) or timm (by Pillow), see docs/data.md")
     reprob: float = key(0.25, "probability of random erasing")
     remode: str = key("pixel", "what random erasing fills in: const, rand or pixel")
     recount: int = key(1, "largest number of erased rectangles")
