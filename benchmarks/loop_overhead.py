@@ -48,7 +48,7 @@ def build(folder: Path, workers: int, batch_size: int) -> Run:
     quick = RecipeConfig(
         lr=2e-3, lr_base_batch=None, sched_on_updates=True, warmup_epochs=0.5, smoothing=0.0, drop_path=0.0, mixup=0.0,
         cutmix=0.0, clip_grad=1.0, ema_decay=0.99, repeated_aug=1, auto_augment=None, color_jitter=None, hflip=0.0,
-        scale=[0.8, 1.0], ratio=[0.8, 1.25], reprob=0.0, crop_pct=1.0,
+        scale=[0.8, 1.0], ratio=[0.8, 1.25], resize="timm", reprob=0.0, crop_pct=1.0,
     )  # fmt: skip
     config = TrainConfig(
         model=ModelConfig(name="no_op_of_loop_overhead"),

@@ -12,6 +12,9 @@ from infvit.errors import ConfigError
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda", "mps")
 WEIGHTS = ("raw", "ema")
+RESIZES = ("torch", "timm")
+TORCH_FILTERS = ("bilinear", "bicubic")
+"""Resize filters that PyTorch has for 8-bit images, with antialiasing."""
 STANDALONE = ("check", "compare", "efficiency")
 """What `eval.py` does without a model."""
 CHANGEABLE = ("epochs", "recipe.lr", "recipe.min_lr")
@@ -135,6 +138,7 @@ class RecipeConfig:
     scale: list[float] = key([0.08, 1.0], "area range of the random resized crop")
     ratio: list[float] = key([3 / 4, 4 / 3], "aspect-ratio range of the random resized crop")
     interpolation: str = key("bicubic", "resize filter, training and evaluation")
+    resize: str = key("torch", "what resizes training crops: torch (faster) or timm (by Pillow), see docs/data.md")
     reprob: float = key(0.25, "probability of random erasing")
     remode: str = key("pixel", "what random erasing fills in: const, rand or pixel")
     recount: int = key(1, "largest number of erased rectangles")
@@ -157,6 +161,7 @@ class RecipeConfig:
         )
         modes = ("const", "rand", "pixel")
         _require(self.remode in modes, f"recipe.remode={self.remode!r} must be one of {', '.join(modes)}.")
+        _require(self.resize in RESIZES, f"recipe.resize={self.resize!r} must be one of {', '.join(RESIZES)}.")
         _require(
             self.sched_on_updates or float(self.warmup_epochs).is_integer(),
             f"recipe.warmup_epochs={self.warmup_epochs} is a fraction, which needs recipe.sched_on_updates=true.",
@@ -175,6 +180,8 @@ class RecipeConfig:
         reasons: dict[str, str] = {}
         if self.auto_augment and self.color_jitter and "3a" not in self.auto_augment:  # 3a: ThreeAugment
             reasons["color_jitter"] = "timm skips colour jitter when auto_augment is set"
+        if self.interpolation not in TORCH_FILTERS:
+            reasons["resize"] = f"only timm resizes with interpolation={self.interpolation}"
         if self.reprob == 0:
             reasons.update(dict.fromkeys(("remode", "recount"), "reprob is 0"))
         if not self.mixes:

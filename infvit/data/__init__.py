@@ -1,5 +1,6 @@
 """Data: sources of images and labels, their check before training, augmentation, and loaders that resume exactly."""
 
+from infvit.data.augment import TrainTransform
 from infvit.data.build import DATASETS, build_source, unused_keys
 from infvit.data.decode import decode
 from infvit.data.loader import Batch, DamageLog, EvalBatch, build_eval_loader, build_train_loader, seeded
@@ -17,6 +18,7 @@ __all__ = [
     "Source",
     "Split",
     "TrainSampler",
+    "TrainTransform",
     "Transform",
     "View",
     "build_eval_loader",

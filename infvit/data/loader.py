@@ -6,6 +6,9 @@ view, so that a resumed run cannot see what the unbroken one saw. Here each view
 A damaged image is never replaced by another one. In training its micro-batch is returned without it, and without its
 mixup partner, so that the others keep theirs; in evaluation it is an error, or left out and
 named when that is asked for.
+
+The views that repeated augmentation takes of an image stand in a row, so a loader process decodes it once for all of
+them that are in one micro-batch.
 """
 
 import atexit
@@ -17,18 +20,22 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from infvit.data.augment import Augmented, Pixels, TrainTransform, pack
 from infvit.data.sampler import TrainSampler, View
 from infvit.data.source import Source
 from infvit.data.transforms import Transform
 from infvit.errors import DataError
 
+CPU = torch.device("cpu")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _logger = logging.getLogger(__name__)
 
@@ -61,18 +68,45 @@ class Sample:
     index: int
 
 
+class AugmentedSample(NamedTuple):
+    """One view, not normalised yet, and its class index."""
+
+    view: Augmented
+    target: int
+
+
+class RawBatch(NamedTuple):
+    """What a worker makes of a micro-batch: `Batch` before `TrainTransform.finish`; None when all were damaged."""
+
+    pixels: Pixels | None
+    targets: Tensor
+    damaged: list[str]
+
+
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Runs a block with Python's, NumPy's and PyTorch's (CPU) global generators seeded, and restores them afterwards.
 
     The block's draws thus depend on the seed (64 bits) alone, and those of the surrounding program (dropout) do not
-    depend on the block. GPU generators are left alone, hence not `torch.manual_seed`.
+    depend on the block.
     """
+    with restored():
+        seed_generators(seed)
+        yield
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds Python's, NumPy's and PyTorch's generators; those of GPUs are left alone, hence not `torch.manual_seed`."""
+    random.seed(seed)
+    np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Runs a block and puts the generators back to where they were. Costs several times as much as to seed them."""
     python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
-        random.seed(seed)
-        np.random.seed((seed & 0xFFFFFFFF, seed >> 32))
-        torch.default_generator.manual_seed(seed)
         yield
     finally:
         random.setstate(python)
@@ -80,19 +114,29 @@ def seeded(seed: int) -> Iterator[None]:
         torch.default_generator.set_state(pytorch)
 
 
-class TrainDataset(Dataset[Sample | DataError]):
+class TrainDataset(Dataset[AugmentedSample | DataError]):
     """Augmented views. A damaged image comes as the error itself: raised in a worker it would lose its one line."""
 
-    def __init__(self, source: Source, transform: Transform) -> None:
+    def __init__(self, source: Source, transform: TrainTransform) -> None:
         self.source, self.transform = source, transform
 
-    def __getitem__(self, view: View) -> Sample | DataError:
+    def __getitems__(self, views: Sequence[View]) -> list[AugmentedSample | DataError]:
+        """Returns the views of a micro-batch, decoding an image once for those of its views that stand in a row."""
+        with restored():
+            groups = groupby(views, attrgetter("index"))
+            return [sample for index, same in groups for sample in self.views_of(index, list(same))]
+
+    def views_of(self, index: int, views: Sequence[View]) -> Sequence[AugmentedSample | DataError]:
+        """Returns some views of one image, and leaves the global generators seeded by the last of them."""
         try:
-            image = self.source.image(view.index)
+            image = self.source.image(index)
         except DataError as error:
-            return error
-        with seeded(view.seed):
-            return Sample(self.transform(image), self.source.target(view.index), view.index)
+            return [error] * len(views)
+        samples = []
+        for view in views:
+            seed_generators(view.seed)
+            samples.append(AugmentedSample(self.transform.augment(image), self.source.target(index)))
+        return samples
 
 
 class EvalDataset(Dataset[Sample | DataError]):
@@ -108,13 +152,13 @@ class EvalDataset(Dataset[Sample | DataError]):
             return error
 
 
-def collate_train(samples: Sequence[Sample | DataError]) -> Batch:
+def collate_train(samples: Sequence[AugmentedSample | DataError]) -> RawBatch:
     """Stacks a micro-batch, leaving out damaged images and their mirrors (`n - 1 - i` of `i`)."""
     mirrored = zip(samples, reversed(samples), strict=True)
-    good = [s for s, mirror in mirrored if isinstance(s, Sample) and isinstance(mirror, Sample)]
+    good = [s for s, mirror in mirrored if not isinstance(s, DataError) and not isinstance(mirror, DataError)]
     damaged = [str(s) for s in samples if isinstance(s, DataError)]
-    images = torch.stack([s.image for s in good]) if good else torch.empty(0)
-    return Batch(images, torch.tensor([s.target for s in good], dtype=torch.int64), damaged)
+    pixels = pack([s.view for s in good]) if good else None
+    return RawBatch(pixels, torch.tensor([s.target for s in good], dtype=torch.int64), damaged)
 
 
 def collate_eval(samples: Sequence[Sample | DataError]) -> EvalBatch:
@@ -139,6 +183,20 @@ class Loader(DataLoader[Any]):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class TrainLoader(Loader):
+    """Normalises and erases, in the calling process and on its device, what the workers hand over as bytes."""
+
+    dataset: TrainDataset
+    device: torch.device
+
+    def __iter__(self) -> Any:
+        return map(self._finish, super().__iter__())  # not a generator: the workers start now
+
+    def _finish(self, raw: RawBatch) -> Batch:
+        images = torch.empty(0) if raw.pixels is None else self.dataset.transform.finish(raw.pixels, self.device)
+        return Batch(images, raw.targets, raw.damaged)
+
+
 class EvalLoader(Loader):
     """Raises in the calling process what a worker found damaged."""
 
@@ -149,15 +207,26 @@ class EvalLoader(Loader):
             yield batch
 
 
+AnyLoader = TypeVar("AnyLoader", bound=Loader)
+
+
 def build_train_loader(
-    source: Source, transform: Transform, sampler: TrainSampler, num_workers: int, pin_memory: bool
+    source: Source,
+    transform: TrainTransform,
+    sampler: TrainSampler,
+    num_workers: int,
+    pin_memory: bool,
+    device: torch.device = CPU,
 ) -> DataLoader[Batch]:
-    """Returns a loader of training micro-batches (`Batch`) in the sampler's order.
+    """Returns a loader of training micro-batches (`Batch`) in the sampler's order, their images on `device`.
 
     Each iteration runs from where `sampler.start` put it to the end of that epoch. Neither the order nor the images
     depend on `num_workers`, and no global generator is touched.
     """
-    return _loader(Loader, TrainDataset(source, transform), sampler, collate_train, num_workers, pin_memory)
+    dataset = TrainDataset(source, transform)
+    loader = _loader(TrainLoader, dataset, sampler, collate_train, num_workers, pin_memory)
+    loader.device = device
+    return loader
 
 
 def build_eval_loader(
@@ -189,13 +258,13 @@ def build_eval_loader(
 
 
 def _loader(
-    kind: type[Loader],
+    kind: type[AnyLoader],
     dataset: Dataset[Any],
     batches: Iterable[Any],
     collate: Any,
     num_workers: int,
     pin_memory: bool,
-) -> DataLoader[Any]:
+) -> AnyLoader:
     return kind(
         dataset,
         batch_sampler=batches,

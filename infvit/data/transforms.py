@@ -8,7 +8,8 @@ from timm.data import auto_augment, create_transform
 from timm.data.auto_augment import AugmentOp
 from torch import Tensor
 
-from infvit.config import DataConfig, RecipeConfig
+from infvit.config import TORCH_FILTERS, DataConfig, RecipeConfig
+from infvit.data.augment import TrainTransform
 from infvit.errors import ConfigError, did_you_mean
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -44,8 +45,10 @@ def resolve_img_size(data: DataConfig, native_size: int, patch_size: int | None)
     return data.img_size
 
 
-def train_transform(recipe: RecipeConfig, data: DataConfig, img_size: int) -> Transform:
+def train_transform(recipe: RecipeConfig, data: DataConfig, img_size: int) -> TrainTransform:
     """Returns the augmentation of a recipe: random resized crop, flip, AutoAugment, normalisation, random erasing.
+
+    With `recipe.resize=timm` each view is that of timm's `create_transform`, drawn from the same generators.
 
     Args:
         recipe: Its image keys.
@@ -53,7 +56,7 @@ def train_transform(recipe: RecipeConfig, data: DataConfig, img_size: int) -> Tr
         img_size: Side of the result in pixels.
 
     Returns:
-        A function from a PIL image to float32 (C, H, W). It draws from `random`, NumPy's and PyTorch's generators.
+        A function from a PIL image to float32 (C, H, W), which the loader takes in two halves.
 
     Raises:
         ConfigError: timm does not understand `recipe.auto_augment` or `recipe.interpolation`.
@@ -80,16 +83,17 @@ def train_transform(recipe: RecipeConfig, data: DataConfig, img_size: int) -> Tr
             f"recipe.auto_augment={recipe.auto_augment!r} is not understood by timm ({error}); "
             "use e.g. rand-m9-mstd0.5-inc1, augmix-m3-w3, original, or null."
         ) from error
-    for operation in _operations(transform.transforms):
-        if operation.aug_fn is auto_augment.posterize:
-            operation.aug_fn = _posterize
-    return cast(Transform, transform)
+    mend_posterize(transform.transforms)
+    by_torch = recipe.resize == "torch" and recipe.interpolation in TORCH_FILTERS
+    return TrainTransform(transform.transforms, recipe.interpolation if by_torch else None)
 
 
 def eval_transform(
     crop_pct: float, interpolation: str, data: DataConfig, img_size: int, crop_mode: str = "center"
 ) -> Transform:
     """Returns the evaluation transform: resize so that the centre crop keeps `crop_pct`, crop, normalise.
+
+    It is timm's, resized by Pillow: published accuracies were measured so.
 
     Args:
         crop_pct: Share of the resized image's shorter side that the crop keeps, in (0, 1].
@@ -126,6 +130,13 @@ def _per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return tuple(values) * (channels if len(values) == 1 else 1)
 
 
+def mend_posterize(transforms: Iterable[Any]) -> None:
+    """Lets timm's `posterize` take 0 bits, which `rand-m9-mstd0.5-inc1` draws in about one of a thousand views."""
+    for operation in _operations(transforms):
+        if operation.aug_fn is auto_augment.posterize:
+            operation.aug_fn = _posterize
+
+
 def _operations(transforms: Iterable[Any]) -> Iterator[AugmentOp]:
     """Finds the operations inside timm's RandAugment, AutoAugment and AugMix."""
     for transform in transforms:
@@ -138,8 +149,7 @@ def _operations(transforms: Iterable[Any]) -> Iterator[AugmentOp]:
 
 
 def _posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Image:
-    """timm's operation, also for 0 bits: black, as before Pillow refused that. RandAugment `rand-m9-mstd0.5-inc1`
-    draws it about once in a thousand views."""
+    """timm's operation, also for 0 bits: black, as before Pillow refused that."""
     if bits_to_keep == 0:
         return Image.new(image.mode, image.size)
     result: Image.Image = auto_augment.posterize(image, bits_to_keep, **kwargs)

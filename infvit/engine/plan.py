@@ -14,6 +14,7 @@ from infvit.config import TrainConfig
 from infvit.data import (
     Preflight,
     TrainSampler,
+    TrainTransform,
     Transform,
     eval_transform,
     preflight,
@@ -62,7 +63,7 @@ class Plan:
     data: Preflight
     img_size: int
     sampler: TrainSampler
-    train_transform: Transform
+    train_transform: TrainTransform
     eval_transform: Transform
     model: nn.Module  # on the meta device: its shape, without its weights
     schedule: Schedule  # of that model

@@ -78,7 +78,7 @@ def build_run(plan: Plan, stop: StopRequest, after_epoch: Sequence[Callable[[Pat
         forward=forward,
         training=forward,
         sampler=plan.sampler,
-        train_loader=build_train_loader(plan.data.train, plan.train_transform, plan.sampler, workers, pin),
+        train_loader=build_train_loader(plan.data.train, plan.train_transform, plan.sampler, workers, pin, device),
         val_loader=build_eval_loader(
             plan.data.val, plan.eval_transform, eval_batch, workers, pin, processes.rank, processes.world_size
         ),

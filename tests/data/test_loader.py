@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,10 @@ from infvit.data import (
 from infvit.errors import DataError
 
 DIGITS = DataConfig(name="digits")
+PLAIN = RecipeConfig(
+    auto_augment=None, color_jitter=None, hflip=0, scale=[1, 1], ratio=[1, 1], reprob=0, interpolation="nearest"
+)
+"""Leaves images as they are."""
 
 
 def train_batches(workers: int, seed: int = 0, epoch: int = 0, update: int = 0) -> list[Batch]:
@@ -112,7 +117,7 @@ def test_training_drops_damaged_images_and_their_partners(damaged: DataConfig, w
     source = build_source(damaged, "train")
     sampler = TrainSampler(10, 10, None, 1, seed=0)
     (views,) = list(sampler)
-    (batch,) = build_train_loader(source, eval_transform(1.0, "nearest", damaged, 8), sampler, workers, False)
+    (batch,) = build_train_loader(source, train_transform(PLAIN, damaged, 8), sampler, workers, False)
     order = [view.index for view in views]
     lost = {order[p] for i in (3, 8) for p in (order.index(i), 9 - order.index(i))}
     kept = [i for i in order if i not in lost]
@@ -128,7 +133,7 @@ def test_a_wholly_damaged_micro_batch_is_empty(damaged: DataConfig) -> None:
     for path in Path(damaged.root or "").glob("train/only/*"):
         path.write_bytes(b"")
     sampler = TrainSampler(10, 10, 4, 1, seed=0)
-    transform = eval_transform(1.0, "nearest", damaged, 8)
+    transform = train_transform(PLAIN, damaged, 8)
     batches = list(build_train_loader(build_source(damaged, "train"), transform, sampler, 0, False))
     assert [len(b.targets) for b in batches] == [len(b.images) for b in batches] == [0, 0, 0]
     assert [len(b.damaged) for b in batches] == [4, 4, 2]
@@ -188,6 +193,53 @@ class Few:
 
     def locate(self, index: int) -> str:
         return str(index)
+
+
+class Noise(Few):
+    """Images of noise, which counts how many were decoded. Those of `damaged` cannot be."""
+
+    def __init__(self, length: int, damaged: tuple[int, ...] = ()) -> None:
+        super().__init__(length)
+        self.decoded: list[int] = []
+        self.damaged = damaged
+
+    def image(self, index: int) -> Image.Image:
+        self.decoded.append(index)
+        if index in self.damaged:
+            raise DataError(f"{index}: damaged")
+        return Image.fromarray(np.random.default_rng(index).integers(0, 256, (12, 9, 3), np.uint8))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("micro", "world"), [(None, 1), (4, 1), (8, 2), (1, 1)])
+def test_an_image_is_decoded_once_for_its_views_in_a_row(micro: int | None, world: int, workers: int) -> None:
+    """And each view is what it is when it is decoded and augmented alone."""
+    transform = train_transform(RecipeConfig(reprob=0.5), DIGITS, 8)
+    for rank in range(world):
+        source, sampler = Noise(48), TrainSampler(48, 16, micro, 3, seed=4, rank=rank, world_size=world)
+        batches = list(build_train_loader(source, transform, sampler, workers, False))
+        order = list(sampler)
+        for views, batch in zip(order, batches, strict=True):
+            for view, image, target in zip(views, batch.images, batch.targets, strict=True):
+                with seeded(view.seed):
+                    assert torch.equal(image, transform(Noise(48).image(view.index)))
+                assert target == view.index
+        runs = sum(1 + sum(a.index != b.index for a, b in pairwise(views)) for views in order)
+        assert len(source.decoded) == (0 if workers else runs)
+        if micro is None:
+            assert runs < 0.45 * sum(map(len, order))
+
+
+def test_all_views_of_a_damaged_image_are_left_out() -> None:
+    """Each with its partner; the file is decoded once, and reported for each of its views."""
+    source, sampler = Noise(12), TrainSampler(12, 12, None, 3, seed=0)
+    (views,) = list(sampler)
+    first = views[0].index
+    source.damaged = (first,)
+    (batch,) = build_train_loader(source, train_transform(PLAIN, DIGITS, 8), sampler, 0, False)
+    assert source.decoded.count(first) == 1
+    assert batch.damaged == [f"{first}: damaged"] * 3
+    assert batch.targets.tolist() == [view.index for view in views[3:-3]]
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])

@@ -63,7 +63,7 @@ def test_grey_and_colour_through_every_policy(policy: str | None) -> None:
 def test_posterize_to_zero_bits(mode: str) -> None:
     """timm draws it under RandAugment; recent Pillow refuses it. The result is what Pillow gave before: black."""
     transform = train_transform(RecipeConfig(auto_augment="rand-m9-inc1"), DataConfig(), 16)
-    operations = [op for t in transform.transforms for op in getattr(t, "ops", [])]  # type: ignore[attr-defined]
+    operations = [op for t in transform.operations for op in getattr(t, "ops", [])]
     (posterize,) = [op for op in operations if op.name == "PosterizeIncreasing"]
     assert posterize.aug_fn is not auto_augment.posterize
     image = NOISE.convert(mode)

@@ -149,11 +149,11 @@ def _replace(original: Callable[..., Any], source: Any, target: Any) -> None:
         reached(f"after-{name}")
 
 
-def _item(place: str, original: Callable[..., Any], dataset: Any, which: Any) -> Any:
+def _item(place: str, original: Callable[..., Any], dataset: Any, *which: Any) -> Any:
     worker = get_worker_info()
     if worker is not None and worker.id == 0:
         reached(place)
-    return original(dataset, which)
+    return original(dataset, *which)
 
 
 def instead(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -175,5 +175,5 @@ around(os, "fsync", before="before-fsync", after="after-fsync")
 instead(os, "replace", _replace)
 instead(Path, "write_text", _write_text)
 instead(Figure, "savefig", _savefig)
-instead(TrainDataset, "__getitem__", functools.partial(_item, "training-worker"))
+instead(TrainDataset, "views_of", functools.partial(_item, "training-worker"))
 instead(EvalDataset, "__getitem__", functools.partial(_item, "evaluation-worker"))

@@ -75,6 +75,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, set[str]]] = {
     "scale": ({}, [0.5, 1.0], LEARNING),
     "ratio": ({}, [1.0, 1.0], LEARNING),
     "interpolation": ({}, "nearest", LEARNING | {"eval"}),
+    "resize": ({}, "timm", LEARNING),
     "reprob": ({}, 0.1, LEARNING),
     "remode": ({}, "pixel", LEARNING),
     "recount": ({}, 4, LEARNING),
@@ -84,6 +85,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any, set[str]]] = {
 # key: (what makes it inactive, the new value, the reason that is shown)
 INACTIVE: dict[str, tuple[dict[str, Any], Any, str]] = {
     "color_jitter": ({"color_jitter": 0.3}, 0.8, "timm skips colour jitter when auto_augment is set"),
+    "resize": ({"interpolation": "nearest"}, "timm", "only timm resizes with interpolation=nearest"),
     "remode": ({"reprob": 0.0}, "pixel", "reprob is 0"),
     "recount": ({"reprob": 0.0}, 4, "reprob is 0"),
     "mixup_prob": ({"mixup": 0.0, "cutmix": 0.0}, 0.5, "neither mixup nor cutmix is on"),
