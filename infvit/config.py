@@ -319,7 +319,12 @@ class EvalConfig:
     weights: str = key("raw", "raw or ema")
     data: dict[str, Any] = key({}, "data keys that replace those of the checkpoint")
     roots: dict[str, Any] = key({}, "folder of one ImageNet set outside data.root, e.g. `roots.imagenet_a=/data/a`")
-    runs: list[str] = key([], "for eval=compare: two run folders, or two files of predictions")
+    runs: list[str] = key(
+        [], "for eval=compare: two run folders, or two files of predictions; for eval=oversmoothing: further models"
+    )
+    num_images: int | None = key(
+        None, "for eval=alignment, health, markov, oversmoothing: images, evenly spread over the split (64, 16, 8, 64)"
+    )
     on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
     device: str = key("auto", "auto, cpu, cuda or mps")
     precision: str = key("auto", "auto, fp32, bf16 or fp16")
@@ -333,6 +338,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         self.eval = [self.eval] if isinstance(self.eval, str) else self.eval
+        if self.eval == ["oversmoothing"] and self.runs and self.checkpoint is None and not self.model.name:
+            self.checkpoint, *self.runs = self.runs
         _require(len(self.eval) > 0, "eval=[] names nothing to evaluate.")
         for name in STANDALONE:
             _require(name not in self.eval or self.eval == [name], f"eval={name} stands alone; leave the others out.")
@@ -342,7 +349,11 @@ class EvalConfig:
         )
         compares = self.eval == ["compare"]
         _require(not compares or len(self.runs) == 2, "eval=compare needs two runs: 'runs=[runs/first,runs/second]'.")
-        _require(compares or not self.runs, "runs=... is for eval=compare; name one run with checkpoint=...")
+        _require(
+            compares or self.eval == ["oversmoothing"] or not self.runs,
+            "runs=... is for eval=compare and eval=oversmoothing; name one run with checkpoint=...",
+        )
+        _require(self.num_images is None or self.num_images >= 1, f"num_images={self.num_images} must be at least 1.")
         _require(self.weights in WEIGHTS, f"weights={self.weights!r} must be one of {', '.join(WEIGHTS)}.")
         _require(self.precision in PRECISIONS, f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}.")
         _require(self.device in DEVICES, f"device={self.device!r} must be one of {', '.join(DEVICES)}.")

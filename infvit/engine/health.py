@@ -34,7 +34,7 @@ def layer_health(
 ) -> dict[str, list[float]]:
     """Looks at what every layer of Pure or Linear InfSA makes of some images.
 
-    Reads only: evaluation mode (and back), no gradient, no random number. Of a sharded model all processes must call it.
+    Reads only: evaluation mode (and back), no gradient, no random number. Of a sharded model all processes call it.
 
     Args:
         model: any; other attention than InfSA has no dead heads, and is not looked at.
@@ -48,13 +48,15 @@ def layer_health(
         give 0; `spectral_radius`, the mean of that of gamma A. Empty without such layers, without images, or with more
         than `TOKENS` tokens.
     """
-    layers = [module for module in model.modules() if isinstance(module, AttentionLayer) and isinstance(module.core, InfSA)]
+    layers = [
+        module for module in model.modules() if isinstance(module, AttentionLayer) and isinstance(module.core, InfSA)
+    ]
     columns: dict[str, list[float]] = {"dead_heads": [], "dead_rows": [], "spectral_radius": []}
     if not layers or not len(images):
         return {}
 
     def look(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        # Inside the forward pass, where the parameters of a sharded model are whole; image by image to hold few matrices.
+        # Inside the forward pass, where the parameters of a sharded model are whole; one image at a time saves memory.
         assert isinstance(layer, AttentionLayer)
         if args[0].shape[1] > TOKENS:
             return

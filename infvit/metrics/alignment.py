@@ -50,11 +50,11 @@ def alignment(q: Tensor, weights: Tensor, phi: Callable[[Tensor], Tensor]) -> Al
     """
     if not (q.isfinite().all() and weights.isfinite().all()):
         raise DataError("queries or weights are not finite: NaN or infinity in the model's weights or the images.")
-    (samples, heads, tokens, dim), rows = q.shape, max(1, CHUNK // q.shape[-2] ** 2)
+    samples, heads, tokens, dim = q.shape
     place = torch.device("cpu") if q.device.type == "mps" else q.device  # MPS has no float64
     scaled = q.to(place, torch.float64).flatten(0, 1) / dim**0.5
     vectors, sums, single = [], [], []
-    for part in scaled.split(rows):
+    for part in scaled.split(max(1, CHUNK // tokens**2)):
         matrices = phi(part @ part.mT)
         leading = leading_eigenvector(matrices)
         vectors.append(leading.vector.cpu())
@@ -63,15 +63,14 @@ def alignment(q: Tensor, weights: Tensor, phi: Callable[[Tensor], Tensor]) -> Al
         del matrices  # before the next one is formed
     v, columns = torch.cat(vectors).numpy(), torch.cat(sums).numpy()
     a = weights.cpu().double().flatten(0, 1).numpy()
-    # What is 0 or equal in theory differs by rounding, which ranks would take for an order.
-    rounded = np.round(v, 9)
+    rounded = np.round(v, 9)  # what is 0 or equal in theory differs by rounding, which ranks would take for an order
     values = {
         "cosine": cosine(v, a),
-        "spearman": pearson(rankdata(rounded, axis=-1), rankdata(a, axis=-1)),
+        "spearman": spearman(rounded, a),
         "pearson": pearson(rounded, a),
         "uniform_cosine": cosine(v, np.ones_like(v)),
         "column_cosine": cosine(v, columns),
-        "column_spearman": pearson(rankdata(rounded, axis=-1), rankdata(columns, axis=-1)),
+        "column_spearman": spearman(rounded, columns),
     }
     zero = ~a.any(-1)
     excluded = {REASONS[0]: zero, REASONS[1]: ~torch.cat(single).numpy() & ~zero}
@@ -94,3 +93,8 @@ def pearson(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     varies = (np.ptp(x, axis=-1) > 0) & (np.ptp(y, axis=-1) > 0)
     correlation = cosine(x - x.mean(-1, keepdims=True), y - y.mean(-1, keepdims=True))
     return np.where(varies, correlation, np.nan)
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns Spearman's correlation of vectors (..., N), (...,); equal entries share their mean rank. NaN likewise."""
+    return pearson(rankdata(x, axis=-1), rankdata(y, axis=-1))

@@ -1,14 +1,15 @@
 """A mixing matrix M = gamma A as a graph of tokens (arXiv 2603.00175, Fig. 3): centralities, absorption, visits.
 
-M_ij is what token i takes from token j: an edge from i to j. A walk on the graph takes it with probability M_ij and ends
-with what is left of the row, R_i = 1 - sum_j M_ij. That makes sense as a probability only where no M_ij and no R_i is
-negative; Pure InfSA's one norm over the whole matrix lets a row sum to gamma sqrt(N). So R is signed here.
+M_ij is what token i takes from token j: an edge from i to j. A walk takes it with probability M_ij and ends in i with
+what is left of the row, R_i = 1 - sum_j M_ij. These are probabilities only where no M_ij and no R_i is negative; Pure
+InfSA's one norm over the whole matrix lets a row sum to as much as gamma sqrt(N). R is signed, and never clipped.
 """
 
 import torch
 from torch import Tensor
 
-from infvit.errors import DataError
+from infvit.attention.pure import katz_centrality
+from infvit.errors import UserError
 from infvit.metrics.spectrum import SINGLE, spectral_radius
 
 DAMPING = 0.85
@@ -18,7 +19,7 @@ ROUNDING = 1e-6
 VISITS, KERNEL = "expected visits", "Neumann kernel"
 
 
-class DivergenceError(DataError):
+class DivergenceError(UserError, ValueError):
     """The sum over paths of a graph has no limit."""
 
 
@@ -66,6 +67,17 @@ def neumann_kernel(matrix: Tensor) -> Tensor:
     return torch.linalg.inv(_identity(matrix) - matrix)
 
 
+def absorption_probabilities(matrix: Tensor) -> Tensor:
+    """Computes (I - M)^-1 diag(R) of M (..., N, N): of a chain, the probability that a walk from i ends in j.
+
+    Rows sum to 1 for every M, chain or not.
+
+    Raises:
+        DivergenceError: the sum over paths has no limit.
+    """
+    return neumann_kernel(matrix) * absorption(matrix)[..., None, :]
+
+
 def katz(matrix: Tensor) -> Tensor:
     """Computes Katz in-centrality e^T ((I - M)^-1 - I) of M (..., N, N): all paths that lead to a token, (..., N).
 
@@ -73,26 +85,21 @@ def katz(matrix: Tensor) -> Tensor:
         DivergenceError: the sum over paths has no limit.
     """
     require_convergent(matrix)
-    ones = matrix.new_ones(matrix.shape[:-1])
-    return torch.linalg.solve((_identity(matrix) - matrix).mT, ones) - 1
+    return katz_centrality(matrix)
 
 
 def pagerank(weights: Tensor, damping: float = DAMPING) -> Tensor:
     """Computes PageRank of graphs with edge weights (..., N, N): (..., N), sums to 1.
 
     Rows are divided by their sums, so gamma and any norm of the matrix have no influence; a row of zeros links to all
-    tokens alike. Solved directly: p = d (P^T p + p(dangling) / N) + (1 - d) / N.
-
-    Raises:
-        DataError: a weight is negative; probabilities are not.
+    tokens alike. Solved directly: p = d (P^T p + p(dangling) / N) + (1 - d) / N. NaN where a weight is negative.
     """
-    if (weights < 0).any():
-        raise DataError(f"PageRank needs weights of at least 0; one is {float(weights.min()):.3g}.")
     size = weights.shape[-1]
     out = weights.sum(-1, keepdim=True)
     steps = torch.where(out > 0, weights / out.where(out > 0, 1), 1 / size)
     rank = torch.linalg.solve(_identity(steps) - damping * steps.mT, steps.new_full(steps.shape[:-1], 1 / size))
-    return rank / rank.sum(-1, keepdim=True)
+    negative = (weights < 0).any(-1).any(-1)
+    return (rank / rank.sum(-1, keepdim=True)).masked_fill(negative[..., None], torch.nan)
 
 
 def eigenvector_centrality(weights: Tensor) -> Tensor:

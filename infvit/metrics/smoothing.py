@@ -8,7 +8,8 @@ def high_frequency_share(tokens: Tensor) -> Tensor:
     """Returns the share of the energy of tokens (..., N, C) that is not in their mean, (...,).
 
     Under the discrete Fourier transform over the N tokens frequency 0 is the mean and the rest is high: the share is
-    sum_{f > 0} |F_f|^2 / sum_f |F_f|^2, by Parseval ||X - mean||_F^2 / ||X||_F^2. 0: all tokens are equal. NaN: all are 0.
+    sum_{f > 0} |F_f|^2 / sum_f |F_f|^2, which by Parseval is ||X - mean||_F^2 / ||X||_F^2. It is 0 where all tokens are
+    equal, NaN where all are 0.
     """
     x = tokens.double()
     high = (x - x.mean(-2, keepdim=True)).square().sum((-2, -1))

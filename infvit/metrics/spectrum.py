@@ -16,8 +16,8 @@ precision does not fix the eigenvector to the six digits that are asked for."""
 def spectral_radius(matrices: Tensor) -> Tensor:
     """Computes the largest modulus of an eigenvalue by repeated squaring.
 
-    Gelfand's formula, rho = lim ||M^n||^(1/n), at n = 1, 2, 4, ...: right for every matrix, also where a power iteration
-    is not (periodic, reducible, defective, signed), and made of matrix products only, of a whole stack at a time.
+    Gelfand's formula, rho = lim ||M^n||^(1/n), at n = 1, 2, 4, ...: right for every matrix, also where a power
+    iteration is not (periodic, reducible, defective, signed), and made of matrix products only, a stack at a time.
 
     Args:
         matrices: (..., N, N), float32 or float64.
