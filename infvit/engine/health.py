@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from infvit.attention import AttentionLayer
 from infvit.attention.infsa import InfSA
 from infvit.data import EvalBatch
-from infvit.data.loader import collate_eval
+from infvit.data.loader import EvalDataset, collate_eval
 from infvit.engine.device import autocast
 from infvit.metrics.health import head_health
 
@@ -18,9 +18,9 @@ TOKENS = 600
 """The most tokens that are looked at; it takes N x N matrices, of which training itself may need none."""
 
 
-def first_images(dataset: Any) -> Tensor:
+def first_images(dataset: EvalDataset) -> Tensor:
     """Returns the first `IMAGES` images of a data set of evaluation, (n, C, H, W), without those that are damaged."""
-    batch: EvalBatch = collate_eval([dataset[index] for index in range(min(IMAGES, len(dataset)))])
+    batch: EvalBatch = collate_eval([dataset[index] for index in range(min(IMAGES, len(dataset.source)))])
     return batch.images
 
 

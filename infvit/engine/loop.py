@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from infvit.attention.infsa import path_decays
 from infvit.config import TrainConfig
 from infvit.data import Batch, DamageLog, TrainSampler
+from infvit.data.loader import EvalDataset
 from infvit.engine import checkpoint
 from infvit.engine.device import autocast, seed_update
 from infvit.engine.health import first_images, layer_health
@@ -300,6 +301,7 @@ def evaluate(run: Run) -> dict[str, Any]:
     row["eval_seconds"] = round(time.perf_counter() - start, 2)
     if decays := path_decays(run.state.model):
         row["gamma"] = decays
+    assert isinstance(run.val_loader.dataset, EvalDataset)
     images = first_images(run.val_loader.dataset)
     row |= layer_health(run.state.model, images, run.device, run.precision, run.memory_format)
     return row

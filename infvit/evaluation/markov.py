@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from infvit.attention.pure import katz_centrality
 from infvit.config import EvalConfig
 from infvit.engine.processes import ALONE, Processes
 from infvit.evaluation.files import result_path
@@ -80,7 +81,10 @@ def _measured(matrix: Tensor, what: str) -> np.ndarray:
     """Returns numbers about the graphs (H, N, N), by head: (H, 7); see `_summary`."""
     radius = require_convergent(matrix, f"M = gamma A of {what}")
     rest = absorption(matrix)
-    paths, leading, rank = (f(matrix).numpy() for f in (katz, eigenvector_centrality, pagerank))
+    # What no token takes from has 0 in theory, which ranks must see as equal.
+    paths, leading, rank = (
+        np.round(centrality(matrix).numpy(), 9) for centrality in (katz_centrality, eigenvector_centrality, pagerank)
+    )
     known = np.isfinite(leading).all(-1)
     agree = [np.where(np.isfinite(other).all(-1), spearman(paths, other), np.nan) for other in (leading, rank)]
     columns = [radius, rest.amin(-1), (rest < 0).sum(-1), is_chain(matrix)]

@@ -169,7 +169,7 @@ def draw_example(path: Path, gamma: float = 0.7) -> None:
 
 
 def _numbers(axes: Axes, values: torch.Tensor, title: str, columns: list[str]) -> None:
-    axes.imshow(values, cmap="Oranges")
+    axes.imshow(values.numpy(), cmap="Oranges")
     for (i, j), value in np.ndenumerate(values.numpy()):
         axes.text(j, i, f"{value:.2f}", ha="center", va="center")
     axes.set_xticks(range(len(columns)), columns)

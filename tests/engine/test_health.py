@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
+from torchvision.transforms.functional import to_tensor
 
 from infvit.config import TrainConfig
 from infvit.data import build_source, eval_transform
+from infvit.data.loader import EvalDataset
 from infvit.engine import loop, train
 from infvit.engine.health import first_images, layer_health
+from infvit.errors import DataError
 
 Config = Callable[..., TrainConfig]
 NAMES = ("dead_heads", "dead_rows", "spectral_radius")
@@ -117,4 +121,20 @@ def test_the_images_are_the_first_held_out_ones(tiny: Config, monkeypatch: pytes
     expected = torch.stack([transform(source.image(index)) for index in range(4)])
     assert len(seen) == 2
     assert all(torch.equal(images, expected) for images in seen)
-    assert first_images([]).shape == (0,)
+
+
+def test_damaged_images_are_left_out() -> None:
+    class Source:
+        def __len__(self) -> int:
+            return 3
+
+        def image(self, index: int) -> Image.Image:
+            if index == 1:
+                raise DataError("1 is damaged")
+            return Image.new("L", (2, 2), 85 * index)
+
+        def target(self, index: int) -> int:
+            return 0
+
+    found = first_images(EvalDataset(Source(), to_tensor))
+    assert found[:, 0, 0, 0].tolist() == pytest.approx([0, 2 / 3])

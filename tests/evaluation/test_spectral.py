@@ -169,8 +169,8 @@ def test_markov_and_health_by_hand(name: str, tmp_path: Path) -> None:
         paths = np.linalg.inv(np.eye(m.shape[-1]) - m).sum(-2)
         values, vectors = np.linalg.eig(m.swapaxes(-1, -2))
         leading = np.abs(np.take_along_axis(vectors, np.abs(values).argmax(-1)[..., None, None], -1)[..., 0].real)
-        agree = [scipy.stats.spearmanr(paths[at], leading[at]).statistic for at in np.ndindex(2, 2)]
-        assert row["Katz ~ eigenvector"] == pytest.approx(np.mean(agree), abs=1e-2)
+        agree = [scipy.stats.spearmanr(paths[at].round(9), leading[at].round(9)).statistic for at in np.ndindex(2, 2)]
+        assert row["Katz ~ eigenvector"] == pytest.approx(np.mean(agree), abs=1e-3)
         row = health["layers"][layer]
         assert row["dead heads (%)"] == pytest.approx(100 * (m == 0).all((-1, -2)).mean())
         assert row["dead query rows (%)"] == pytest.approx(100 * (m == 0).all(-1).mean())
