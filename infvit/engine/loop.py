@@ -301,9 +301,9 @@ def evaluate(run: Run) -> dict[str, Any]:
     row["eval_seconds"] = round(time.perf_counter() - start, 2)
     if decays := path_decays(run.state.model):
         row["gamma"] = decays
-    assert isinstance(run.val_loader.dataset, EvalDataset)
-    images = first_images(run.val_loader.dataset)
-    row |= layer_health(run.state.model, images, run.device, run.precision, run.memory_format)
+        assert isinstance(run.val_loader.dataset, EvalDataset)
+        images = first_images(run.val_loader.dataset)
+        row |= layer_health(run.state.model, images, run.device, run.precision, run.memory_format)
     return row
 
 

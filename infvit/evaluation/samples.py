@@ -25,12 +25,10 @@ class Samples:
 
     Attributes:
         found: what the callback gave for each image, in the order of the split.
-        names: of these images.
         about: what the result depends on, and the numbers of images.
     """
 
     found: list[Any]
-    names: list[str]
     about: dict[str, Any]
 
 
@@ -86,7 +84,7 @@ def examine(
         "split": rebuilt.data.val_split,
         **settings(config, rebuilt),
     }
-    return Samples([value for _, value in rows], [source.locate(index) for index, _ in rows], about)
+    return Samples([value for _, value in rows], about)
 
 
 def _open(rebuilt: Rebuilt) -> Source:
