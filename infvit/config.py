@@ -362,7 +362,12 @@ class EvalConfig:
     weights: str = key("raw", "raw or ema")
     data: dict[str, Any] = key({}, "data keys that replace those of the checkpoint")
     roots: dict[str, Any] = key({}, "folder of one ImageNet set outside data.root, e.g. `roots.imagenet_a=/data/a`")
-    runs: list[str] = key([], "for eval=compare: two run folders, or two files of predictions")
+    runs: list[str] = key(
+        [], "for eval=compare: two run folders, or two files of predictions; for eval=oversmoothing: further models"
+    )
+    num_images: int | None = key(
+        None, "for eval=alignment, health, markov, oversmoothing: images, evenly spread over the split (64, 16, 8, 64)"
+    )
     models: list[str] = key([], "for eval=efficiency: NAME, timm/NAME, either with :unfused (docs/performance.md)")
     resolutions: list[int] = key([], "for eval=efficiency: image sides in pixels")
     on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
@@ -379,6 +384,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         self.eval = [self.eval] if isinstance(self.eval, str) else self.eval
+        if self.eval == ["oversmoothing"] and self.runs and self.checkpoint is None and not self.model.name:
+            self.checkpoint, *self.runs = self.runs
         _require(len(self.eval) > 0, "eval=[] names nothing to evaluate.")
         for name in STANDALONE:
             _require(name not in self.eval or self.eval == [name], f"eval={name} stands alone; leave the others out.")
@@ -388,7 +395,11 @@ class EvalConfig:
         )
         compares = self.eval == ["compare"]
         _require(not compares or len(self.runs) == 2, "eval=compare needs two runs: 'runs=[runs/first,runs/second]'.")
-        _require(compares or not self.runs, "runs=... is for eval=compare; name one run with checkpoint=...")
+        _require(
+            compares or self.eval == ["oversmoothing"] or not self.runs,
+            "runs=... is for eval=compare and eval=oversmoothing; name one run with checkpoint=...",
+        )
+        _require(self.num_images is None or self.num_images >= 1, f"num_images={self.num_images} must be at least 1.")
         measures = self.eval == ["efficiency"]
         for name in ("models", "resolutions"):
             values = getattr(self, name)

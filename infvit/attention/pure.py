@@ -8,6 +8,7 @@ from torch import Tensor
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
 from infvit.attention.mechanism import Capabilities, Mask
+from infvit.errors import ConfigError
 
 
 def pure_infsa_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mask: Mask) -> Tensor:
@@ -43,6 +44,27 @@ def _safe_sqrt(x: Tensor) -> Tensor:
     return torch.where(zero, x.new_ones(()), x).sqrt().masked_fill(zero, 0.0)
 
 
+def katz_centrality(weights: Tensor) -> Tensor:
+    """Computes Katz in-centrality, e^T ((I - W)^-1 - I): the sum of W over all paths that end in a token.
+
+    Converges without a check for W = gamma A: its spectral radius is at most ||W||_F = gamma (under a causal mask at
+    most its largest diagonal entry, no more than gamma), whatever the sign of A.
+
+    Args:
+        weights: W, (..., N, N).
+
+    Returns:
+        One value per column, (..., N).
+    """
+    if weights.shape[-2] != weights.shape[-1]:
+        raise ConfigError(
+            f"Katz centrality needs as many queries as keys, got {' and '.join(map(str, weights.shape[-2:]))}."
+        )
+    identity = torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device)
+    ones = weights.new_ones(weights.shape[:-1])
+    return torch.linalg.solve((identity - weights).mT, ones) - 1
+
+
 class PureInfSA(InfSA):
     """Pure InfSA: `gamma * A V` with `A = phi(Q K^T / D) / (||phi(Q K^T / D)||_F + eps)`.
 
@@ -60,7 +82,7 @@ class PureInfSA(InfSA):
         token_map=True,
         any_length=True,
     )
-    token_maps = ("in_degree",)
+    token_maps = ("in_degree", "katz")
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         weights = pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask)
@@ -70,7 +92,8 @@ class PureInfSA(InfSA):
         return self.decay() * pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask)
 
     def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
-        return pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask).sum(-2)
+        matrix = pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask)
+        return matrix.sum(-2) if kind == "in_degree" else katz_centrality(self.decay() * matrix)
 
     @staticmethod
     def reference(

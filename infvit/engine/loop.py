@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 from infvit.attention.infsa import path_decays
 from infvit.config import TrainConfig
 from infvit.data import Batch, DamageLog, TrainSampler
+from infvit.data.loader import EvalDataset
 from infvit.engine import checkpoint
 from infvit.engine.device import autocast, seed_update
+from infvit.engine.health import first_images, layer_health
 from infvit.engine.loggers import Loggers
 from infvit.engine.parallel import copy_buffers, gradient_sync, is_sharded, local, require_all_gradients, whole
 from infvit.engine.processes import Processes
@@ -279,7 +281,7 @@ def note_nonfinite(run: Run, loss: float, lr: float) -> None:
 
 
 def evaluate(run: Run) -> dict[str, Any]:
-    """Scores the raw weights, and the averaged ones where there are any (columns `ema_*`)."""
+    """Scores the raw weights, and the averaged ones where there are any (columns `ema_*`), and examines the heads."""
 
     def between() -> None:
         agree(run)
@@ -299,6 +301,9 @@ def evaluate(run: Run) -> dict[str, Any]:
     row["eval_seconds"] = round(time.perf_counter() - start, 2)
     if decays := path_decays(run.state.model):
         row["gamma"] = decays
+        assert isinstance(run.val_loader.dataset, EvalDataset)
+        images = first_images(run.val_loader.dataset)
+        row |= layer_health(run.state.model, images, run.device, run.precision, run.memory_format)
     return row
 
 

@@ -43,5 +43,6 @@ def _digest(config: EvalConfig, rebuilt: Rebuilt, asked: list[str]) -> str:
     depends = {**asdict(rebuilt.data), "precision": config.precision, "checkpoint": rebuilt.path.name}
     depends |= {"crop_pct": config.crop_pct, "interpolation": config.interpolation}
     depends |= {"model": asdict(config.model), "roots": config.roots, "on_damaged": config.on_damaged, "eval": asked}
+    depends |= {name: getattr(config, name) for name in ("num_images", "runs") if getattr(config, name)}
     depends.pop("num_workers")
     return hashlib.sha1(json.dumps(depends, sort_keys=True).encode()).hexdigest()[:6]

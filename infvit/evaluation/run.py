@@ -13,18 +13,31 @@ from infvit.engine.device import select_device, select_precision
 from infvit.engine.plan import import_modules
 from infvit.engine.processes import Processes, join_processes
 from infvit.evaluation.accuracy import accuracy
-from infvit.evaluation.baseline import REMOTE, baseline
+from infvit.evaluation.alignment import evaluate_alignment
+from infvit.evaluation.baseline import open_model
 from infvit.evaluation.check import check
 from infvit.evaluation.compare import compare
 from infvit.evaluation.efficiency import efficiency
 from infvit.evaluation.files import require_writable, result_folder, result_path
 from infvit.evaluation.imagenet import open_sets, require_known, score_set, show, write_csv
-from infvit.evaluation.rebuild import Rebuilt, rebuild, use_inference_form
+from infvit.evaluation.markov import evaluate_markov
+from infvit.evaluation.matrices import evaluate_health
+from infvit.evaluation.oversmoothing import evaluate_oversmoothing
+from infvit.evaluation.rebuild import Rebuilt, use_inference_form
 
 log = logging.getLogger(__name__)
 
-EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]]] = {"accuracy": accuracy}
-"""What can be evaluated besides the sets of ImageNet, which share a table."""
+Evaluation = Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]]
+ANALYSES: dict[str, Evaluation] = {
+    "alignment": evaluate_alignment,
+    "health": evaluate_health,
+    "markov": evaluate_markov,
+    "oversmoothing": evaluate_oversmoothing,
+}
+"""What looks into the model, which is as it was trained."""
+SCORES: dict[str, Evaluation] = {"accuracy": accuracy}
+"""What scores it in its form for inference, as the sets of ImageNet do, which share a table."""
+EVALUATIONS = ANALYSES | SCORES
 
 
 def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) -> dict[str, dict[str, Any]]:
@@ -51,22 +64,16 @@ def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) ->
         import_modules(config.imports)
         device = select_device(config.device)
         select_precision(config.precision, device)
-        remote = bool(config.model.name) or str(config.checkpoint).startswith(REMOTE)
-        rebuilt = baseline(config) if remote else rebuild(str(config.checkpoint), config.weights, config.data)
-        if config.reparameterize:
-            use_inference_form(rebuilt)
+        rebuilt = open_model(config)
         sets = open_sets(config, rebuilt, [name for name in config.eval if name in NAMES])
         if processes.first:
             require_writable(result_folder(config, rebuilt))
+    results = {name: _run(name, config, rebuilt, processes) for name in config.eval if name in ANALYSES}
+    if config.reparameterize and len(results) < len(config.eval):
+        use_inference_form(rebuilt)
     for note in rebuilt.notes:
         log.info("note  %s", note)
-    results = {}
-    for name in config.eval:
-        if name not in NAMES:
-            results[name] = EVALUATIONS[name](config, rebuilt, processes)
-            if processes.first:
-                print(_lines(results[name]))
-                _write(result_path(config, rebuilt, "eval", name, ".json"), results[name])
+    results |= {name: _run(name, config, rebuilt, processes) for name in config.eval if name in SCORES}
     rows = [score_set(config, rebuilt, entry, processes) for entry in sets]
     if rows and processes.first:
         print(show(rows))
@@ -76,15 +83,26 @@ def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) ->
     return results | {row["set"]: row for row in rows}
 
 
+def _run(name: str, config: EvalConfig, rebuilt: Rebuilt, processes: Processes) -> dict[str, Any]:
+    result = EVALUATIONS[name](config, rebuilt, processes)
+    if processes.first:
+        print(_lines(result))
+        _write(result_path(config, rebuilt, "eval", name, ".json"), result)
+    return result
+
+
 def _write(path: Path, result: Any) -> None:
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     log.info("written to %s", path)
 
 
 def _lines(result: dict[str, Any]) -> str:
-    """Returns a result as lines of name and value; floats are shortened, the JSON file has all digits."""
+    """Returns a result as lines of name and value; floats are shortened, the JSON file has all digits.
+
+    Values that are tables are left out: who makes them shows them.
+    """
 
     def shown(value: Any) -> str:
         return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
 
-    return "\n".join(f"{name:<14} {shown(value)}" for name, value in result.items())
+    return "\n".join(f"{name:<14} {shown(v)}" for name, v in result.items() if not isinstance(v, dict | list))

@@ -1,4 +1,4 @@
-"""Measures of what a model predicts, and of what it costs."""
+"""Measures of what a model predicts, of how its attention mixes, and of what it costs."""
 
 from infvit.metrics.classification import ClassificationScores
 from infvit.metrics.statistics import Difference, compare_hits, wilson_interval

@@ -46,6 +46,7 @@ def test_rows(tiny: Config, rows: Any) -> None:
     assert list(found[0]) == [
         "epoch", "update", "lr", "train_loss", "grad_norm", "images_per_second", "data_wait", "train_seconds",
         "skipped", "top1", "top5", "loss", "images", "ema_top1", "ema_top5", "ema_loss", "eval_seconds", "gamma",
+        "dead_heads", "dead_rows", "spectral_radius",
     ]  # fmt: skip
     assert found[1]["images"] == 11
     assert 0 <= found[1]["data_wait"] <= 1

@@ -204,4 +204,4 @@ def test_resume_takes_no_longer_than_the_rest(tiny: Config) -> None:
         original = source.decode
         patch.setattr(source, "decode", lambda *args: seen.append(time.monotonic()) or original(*args))
         train(tiny(epochs=1))
-    assert len(seen) == 2 * 11  # two evaluations and not one training image
+    assert len(seen) == 2 * 11 + 4  # two evaluations, the images of the heads' health, and not one training image

@@ -65,7 +65,8 @@ def test_all_of_a_run_arrives(tiny: Config, rows: Any, shown: Any, caplog: pytes
     folder = folder_of(config)
     board, history = shown(folder), rows(folder)
     for row in history:
-        row["gamma/0"] = row.pop("gamma")[0]
+        for name in ("gamma", "dead_heads", "dead_rows", "spectral_radius"):  # a list, one number per layer
+            row[f"{name}/0"] = row.pop(name)[0]
     assert set(board.Tags()["scalars"]) == set(history[0])
     for name in history[0]:
         events = board.Scalars(name)
