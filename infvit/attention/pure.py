@@ -1,5 +1,6 @@
 """Pure InfSA: quadratic attention whose score matrix has Frobenius norm 1 (arXiv 2603.00175)."""
 
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -88,14 +89,14 @@ def pure_infsa(
     else:
         _check_path(path, q, v, mask, dropout)
     q, k, v = zero_padded(q, mask.queries), zero_padded(k, mask.keys), zero_padded(v, mask.keys)
-    with full_precision(v) as compute:
-        dtype = v.dtype if path == "triton" else compute
-        inputs = q.to(dtype), k.to(dtype), v.to(dtype)
-        if path == "plain":
+    dtype = v.dtype if path == "triton" else torch.promote_types(v.dtype, torch.float32)
+    inputs = q.to(dtype), k.to(dtype), v.to(dtype)
+    if path == "plain":
+        with full_precision(v):
             weights = pure_infsa_matrix(inputs[0] * scale, inputs[1] * scale, phi, mask)
             out = F.dropout(weights, dropout) @ inputs[2]
-        else:
-            out, _ = pure_infsa_op(*inputs, activation, mask.causal, path)  # phi(0) = 0: padded tokens add nothing
+    else:
+        out, _ = pure_infsa_op(*inputs, activation, mask.causal, path)  # phi(0) = 0: padded tokens add nothing
     return zero_padded(out.to(v.dtype), mask.queries)
 
 
@@ -122,8 +123,10 @@ def _check_path(path: str, q: Tensor, v: Tensor, mask: Mask, dropout: float) -> 
     if dropout > 0 or mask.pairs is not None:
         raise ConfigError(f"path={path!r} supports neither dropout nor masks over single pairs; use path='plain'.")
     if path == "triton" and (q.dtype not in TRITON_DTYPES or max(q.shape[-1], v.shape[-1]) > TRITON_CHANNELS):
-        raise ConfigError(f"path='triton' takes at most {TRITON_CHANNELS} channels in float32, float16 or bfloat16, not "
+        raise ConfigError(f"path='triton' takes up to {TRITON_CHANNELS} channels in float32, float16 or bfloat16, not "
                           f"{max(q.shape[-1], v.shape[-1])} in {q.dtype}; use path='tiled'.")  # fmt: skip
+    if path == "triton" and not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f"path='triton' needs a CUDA device, not {q.device}; use path='tiled'.")
 
 
 class PureInfSA(InfSA):

@@ -1,12 +1,12 @@
-"""Pure InfSA as one custom operator with a backward pass of its own: `compile`, `export` and checkpointing see one node.
+"""Pure InfSA as one custom operator with a backward pass of its own: one node for `compile`, `export`, checkpointing.
 
-With `n` the norm of phi(S), `d = n + eps`, `out = phi(S) V / d` and `c = <dout, out>`, summed over the channels of a row
-and, without a causal mask, over all rows of the head:
+With `n` the norm of phi(S), `d = n + eps`, `out = phi(S) V / d` and `c = <dout, out>`, summed over the channels of a
+row and, without a causal mask, over all rows of the head:
 
-    dphi = dout V^T / d - T phi(S),  T = c / (d n)
+    dphi = dout V^T / d - T phi(S),  T = c / (d n), and 0 where n = 0
 
-Under a causal mask `n` and `d` belong to a row, and `T` of row j is the sum of `c / (d n)` over the rows i >= j. Saved for
-the backward pass are q, k, v, the output and `n`; everything else is computed again, tile by tile.
+Under a causal mask `n` and `d` belong to a row, and `T` of row j is the sum of `c / (d n)` over the rows i >= j. Saved
+for the backward pass are q, k, v, the output and `n`; the scores are computed again, tile by tile.
 """
 
 from typing import Any
@@ -117,6 +117,8 @@ def _(q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ..
 
 
 @register_flop_formula(torch.ops.infvit.pure_infsa_backward)
-def _(_grad: Any, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...], *_: Any, **__: Any) -> int:
+def _(
+    _grad: Any, q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_shape: tuple[int, ...], *_: Any, **__: Any
+) -> int:
     batch, heads, queries, dim = q_shape  # scores again, two gradients of dim channels; two of value_dim
     return 2 * batch * heads * queries * k_shape[2] * (3 * dim + 2 * v_shape[3])

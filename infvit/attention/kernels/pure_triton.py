@@ -1,12 +1,12 @@
 """Pure InfSA as Triton kernels: the scores live in registers and never reach memory.
 
-Three kernels: the output, the gradient of q (one program per tile of queries), the gradients of k and v (one per tile of
-keys). Every sum is made by one program in a fixed order: no atomics, so that results repeat bit by bit. All accumulators
-are float32. Rows beyond the end are loaded as 0, and phi(0) = 0, so that they contribute to nothing.
+Three kernels: the output, the gradient of q (one program per tile of queries), the gradients of k and v (one per tile
+of keys). Every sum is made by one program in a fixed order, without atomics, so that results repeat bit by bit. All
+accumulators are float32. Rows beyond the end are loaded as 0, and phi(0) = 0, so that they contribute to nothing.
 
-Half precision: bfloat16 has float32's range and its factors are rounded only. The range of float16 is too small for
-scores and for gradients divided by a norm over thousands of tokens; there each row of a factor is divided by its largest
-magnitude before rounding and the product multiplied by it afterwards (`_dot`).
+Half precision: bfloat16 has float32's range and its factors are only rounded. The range of float16 is too small for
+scores and for gradients divided by a norm over thousands of tokens; there each row of a factor is divided by its
+largest magnitude before rounding, and the product multiplied by it afterwards (`_dot`).
 
 With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, as in tests/kernels.
 """
@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+LAUNCH = {"num_warps": 4, "num_stages": 2}
 
 
 @triton.jit
@@ -231,7 +233,7 @@ def _programs(x: Tensor, rows: int) -> int:
 
 
 def _options(q: Tensor, v: Tensor, activation: str, causal: bool) -> dict[str, int | bool | str]:
-    """Returns the compile-time arguments. Tiles are small enough for 96 KB of shared memory in the backward pass."""
+    """Returns the compile-time arguments. Tiles fit into 99 KB of shared memory, the smallest there is from 8.0 on."""
     dim, value_dim = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (q, v))
     large = max(dim, value_dim) * q.element_size() > 128  # bytes of a row
     return {
@@ -253,6 +255,6 @@ def _launch(kernel: "triton.JITFunction", programs: int, *args: object, **option
         return
     if tensor.is_cuda:
         with torch.cuda.device(tensor.device):
-            kernel[(programs,)](*args, **options, num_warps=4, num_stages=2)
+            kernel[(programs,)](*args, **options, **LAUNCH)
     else:  # Triton's interpreter
         kernel[(programs,)](*args, **options)
