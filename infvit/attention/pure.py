@@ -1,14 +1,23 @@
 """Pure InfSA: quadratic attention whose score matrix has Frobenius norm 1 (arXiv 2603.00175)."""
 
+import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
-from infvit.attention.mechanism import Capabilities, Mask
+from infvit.attention.kernels.pure_op import pure_infsa_op
+from infvit.attention.mechanism import NO_MASK, Capabilities, Mask, full_precision, zero_padded
 from infvit.errors import ConfigError
+
+PATHS = ("plain", "tiled", "triton")
+TRITON = find_spec("triton") is not None
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TRITON_CHANNELS = 128
 
 
 def pure_infsa_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mask: Mask) -> Tensor:
@@ -65,10 +74,88 @@ def katz_centrality(weights: Tensor) -> Tensor:
     return torch.linalg.solve((identity - weights).mT, ones) - 1
 
 
+def pure_infsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = NO_MASK,
+    *,
+    activation: str = "relu",
+    dropout: float = 0.0,
+    path: str | None = None,
+) -> Tensor:
+    """Computes `A V`, A being the normalised score matrix of Pure InfSA; gamma is left to the caller.
+
+    There are three ways to the same values: `plain` makes the M x N matrix; `tiled` (PyTorch, any device) and `triton`
+    (CUDA) need O(M + N) memory, forward and backward, and have no second derivative.
+
+    Args:
+        q: queries, (B, H, M, D), not scaled.
+        k: keys, (B, H, N, D), not scaled.
+        v: values, (B, H, N, E).
+        mask: which pairs take part; see `pure_infsa_matrix` for causal ones.
+        activation: phi: relu, gelu or abs.
+        dropout: probability with which an entry of A is dropped.
+        path: plain, tiled or triton; None takes what `choose_path` says.
+
+    Returns:
+        The output, (B, H, M, E), in the dtype of v. Zero at padded queries. Sums are made in at least float32.
+
+    Raises:
+        ConfigError: unknown activation or path, or a path that cannot do what is asked.
+    """
+    phi, scale = get_activation(activation), q.shape[-1] ** -0.5
+    if path is None:
+        path = choose_path(q, v, mask, dropout)
+    else:
+        _check_path(path, q, v, mask, dropout)
+    q, k, v = zero_padded(q, mask.queries), zero_padded(k, mask.keys), zero_padded(v, mask.keys)
+    dtype = v.dtype if path == "triton" else torch.promote_types(v.dtype, torch.float32)
+    inputs = q.to(dtype), k.to(dtype), v.to(dtype)
+    if path == "plain":
+        with full_precision(v):
+            weights = pure_infsa_matrix(inputs[0] * scale, inputs[1] * scale, phi, mask)
+            out = F.dropout(weights, dropout) @ inputs[2]
+    else:
+        out, _ = pure_infsa_op(*inputs, activation, mask.causal, path)  # phi(0) = 0: padded tokens add nothing
+    return zero_padded(out.to(v.dtype), mask.queries)
+
+
+def choose_path(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
+    """Returns how `pure_infsa` computes: `plain` where only that works, else `triton` where it runs, else `tiled`."""
+    if dropout > 0 or mask.pairs is not None:
+        return "plain"
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+        return "plain"  # a file for runtimes that do not know our operator
+    fits = q.dtype in TRITON_DTYPES and max(q.shape[-1], v.shape[-1]) <= TRITON_CHANNELS
+    return "triton" if fits and _runs_triton(q.device) else "tiled"
+
+
+@torch.compiler.assume_constant_result
+def _runs_triton(device: torch.device) -> bool:
+    return TRITON and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _check_path(path: str, q: Tensor, v: Tensor, mask: Mask, dropout: float) -> None:
+    if path not in PATHS:
+        raise ConfigError(f"unknown path {path!r}; allowed: {', '.join(PATHS)}.")
+    if path == "plain":
+        return
+    if dropout > 0 or mask.pairs is not None:
+        raise ConfigError(f"path={path!r} supports neither dropout nor masks over single pairs; use path='plain'.")
+    if path == "triton" and (q.dtype not in TRITON_DTYPES or max(q.shape[-1], v.shape[-1]) > TRITON_CHANNELS):
+        raise ConfigError(f"path='triton' takes up to {TRITON_CHANNELS} channels in float32, float16 or bfloat16, not "
+                          f"{max(q.shape[-1], v.shape[-1])} in {q.dtype}; use path='tiled'.")  # fmt: skip
+    if path == "triton" and not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(f"path='triton' needs a CUDA device, not {q.device}; use path='tiled'.")
+
+
 class PureInfSA(InfSA):
     """Pure InfSA: `gamma * A V` with `A = phi(Q K^T / D) / (||phi(Q K^T / D)||_F + eps)`.
 
     One norm over the whole M x N matrix of a head. Depth sums over hops: every layer multiplies by gamma once.
+
+    `path` is None after construction and can be set to one of `pure_infsa`'s: to `plain` for second derivatives, say.
     """
 
     name = "infsa_pure"
@@ -84,9 +171,16 @@ class PureInfSA(InfSA):
     )
     token_maps = ("in_degree", "katz")
 
+    path: str | None = None
+
+    @property
+    def upcasts(self) -> bool:
+        """Where the Triton kernels run, half precision goes in as it is; their sums are float32."""
+        return not _runs_triton(self.decay.logit.device)
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        weights = pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask)
-        return self.decay() * (self.attn_drop(weights) @ v)
+        dropout = self.attn_drop.p if self.training else 0.0
+        return self.decay() * pure_infsa(q, k, v, mask, activation=self.activation, dropout=dropout, path=self.path)
 
     def _matrix(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
         return self.decay() * pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask)

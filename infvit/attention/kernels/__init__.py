@@ -1,1 +1,4 @@
-"""Faster forms of what mechanisms compute, each tested against the plain one. Triton is imported when it is used."""
+"""Fast forms of the mechanisms; each is tested against the plain formula in the mechanism's own file.
+
+Triton is imported where it is used: not every machine has it.
+"""
