@@ -46,7 +46,8 @@ def pure_infsa_op(q: Tensor, k: Tensor, v: Tensor, activation: str, causal: bool
 
             product, squares = pure_triton.forward(q, k, v, activation, causal)
         else:
-            product, squares = pure_tiled.forward(*(x.flatten(0, 1) for x in (q, k, v)), activation, causal)
+            flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (q, k, v))
+            product, squares = pure_tiled.forward(flat_q, flat_k, flat_v, activation, causal)
             product, squares = (x.unflatten(0, q.shape[:2]) for x in (product, squares))
         norm = (squares.cumsum(-1) if causal else squares.sum(-1, keepdim=True)).sqrt_()
         return product.div_((norm + EPS)[..., None]).to(v.dtype), norm
@@ -79,8 +80,9 @@ def pure_infsa_backward_op(
             divisor, tail = (x.expand(rows).contiguous() for x in (divisor, tail))
             return pure_triton.backward(grad, divisor, tail, q, k, v, activation, causal)
         grad, tail = (grad / divisor[..., None]).contiguous(), tail.expand(rows)
-        grads = pure_tiled.backward(*(x.flatten(0, 1) for x in (grad, tail, q, k, v)), activation, causal)
-        return tuple(x.unflatten(0, q.shape[:2]) for x in grads)
+        grad, tail, flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (grad, tail, q, k, v))
+        dq, dk, dv = pure_tiled.backward(grad, tail, flat_q, flat_k, flat_v, activation, causal)
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 @pure_infsa_backward_op.register_fake

@@ -11,6 +11,12 @@ largest magnitude before rounding, and the product multiplied by it afterwards (
 With TRITON_INTERPRET=1 in the environment the kernels run on the CPU, as in tests/kernels.
 """
 
+# mypy: disable-error-code="no-untyped-def, import-untyped, import-not-found"
+# The arguments of a kernel are addresses and numbers; Triton has no types for them.
+
+from contextlib import nullcontext
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -232,7 +238,7 @@ def _programs(x: Tensor, rows: int) -> int:
     return x.shape[0] * x.shape[1] * triton.cdiv(x.shape[2], rows)
 
 
-def _options(q: Tensor, v: Tensor, activation: str, causal: bool) -> dict[str, int | bool | str]:
+def _options(q: Tensor, v: Tensor, activation: str, causal: bool) -> dict[str, Any]:
     """Returns the compile-time arguments. Tiles fit into 99 KB of shared memory, the smallest there is from 8.0 on."""
     dim, value_dim = (max(16, triton.next_power_of_2(x.shape[-1])) for x in (q, v))
     large = max(dim, value_dim) * q.element_size() > 128  # bytes of a row
@@ -248,13 +254,8 @@ def _options(q: Tensor, v: Tensor, activation: str, causal: bool) -> dict[str, i
     }
 
 
-def _launch(kernel: "triton.JITFunction", programs: int, *args: object, **options: object) -> None:
-    tensor = args[0]
-    assert isinstance(tensor, Tensor)
+def _launch(kernel: Any, programs: int, q: Tensor, *args: Any, **options: Any) -> None:
     if programs == 0:
         return
-    if tensor.is_cuda:
-        with torch.cuda.device(tensor.device):
-            kernel[(programs,)](*args, **options, **LAUNCH)
-    else:  # Triton's interpreter
-        kernel[(programs,)](*args, **options)
+    with torch.cuda.device(q.device) if q.is_cuda else nullcontext():  # Triton launches on the current device
+        kernel[(programs,)](q, *args, **options, **LAUNCH)
