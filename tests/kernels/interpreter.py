@@ -35,7 +35,7 @@ def run_in_interpreter(file: str) -> int:
     Raises:
         AssertionError: one failed, with pytest's output.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", file]
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
