@@ -249,7 +249,8 @@ class Mechanism(nn.Module):
                 raise ConfigError(f"a causal mask needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}.")
         if q.shape[-2] != k.shape[-2]:
             self._require("cross", "different numbers of queries and keys")
-        if not self.capabilities.any_length and {q.shape[-2], k.shape[-2]} != {self.num_tokens}:
+        # int: while TorchScript traces, sizes are tensors
+        if not self.capabilities.any_length and {int(q.shape[-2]), int(k.shape[-2])} != {self.num_tokens}:
             self._require("any_length", f"{k.shape[-2]} tokens when it was built with num_tokens={self.num_tokens}")
 
 

@@ -35,9 +35,9 @@ ANALYSES: dict[str, Evaluation] = {
     "oversmoothing": evaluate_oversmoothing,
 }
 """What looks into the model, which is as it was trained."""
-SCORES: dict[str, Evaluation] = {"accuracy": accuracy}
-"""What scores it in its form for inference, as the sets of ImageNet do, which share a table."""
-EVALUATIONS = ANALYSES | SCORES
+EVALUATIONS: dict[str, Evaluation] = {**ANALYSES, "accuracy": accuracy}
+"""What can be evaluated besides the sets of ImageNet, which share a table. Like these, what is no analysis scores the
+model's form for inference."""
 
 
 def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) -> dict[str, dict[str, Any]]:
@@ -73,7 +73,8 @@ def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) ->
         use_inference_form(rebuilt)
     for note in rebuilt.notes:
         log.info("note  %s", note)
-    results |= {name: _run(name, config, rebuilt, processes) for name in config.eval if name in SCORES}
+    scores = [name for name in config.eval if name in EVALUATIONS and name not in ANALYSES]
+    results |= {name: _run(name, config, rebuilt, processes) for name in scores}
     rows = [score_set(config, rebuilt, entry, processes) for entry in sets]
     if rows and processes.first:
         print(show(rows))

@@ -59,7 +59,7 @@ def formula(model: nn.Module) -> int | None:
     absorbed form: only the queries are projected per token, values and outputs once per head or image.
 
     Args:
-        model: any; whether its double projection is folded is seen.
+        model: any; whether it has its form for inference is seen.
 
     Returns:
         None for models and mechanisms without a formula here.
@@ -74,7 +74,8 @@ def formula(model: nn.Module) -> int | None:
         attention = _attention(block.attn, tokens, width)
         if attention is None:
             return None
-        macs += attention + tokens * (block.mlp.fc1.weight.numel() + block.mlp.fc2.weight.numel())
+        read = 1 if model.class_token_only and block is blocks[-1] else tokens
+        macs += attention + read * (block.mlp.fc1.weight.numel() + block.mlp.fc2.weight.numel())
     for layer in (model.pooler, model.head):
         macs += layer.weight.numel() if isinstance(layer, nn.Linear) else 0
     return 2 * macs

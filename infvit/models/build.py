@@ -8,6 +8,7 @@ from timm.layers import PatchEmbed
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from infvit.attention import PureInfSA
 from infvit.config import ModelConfig
 from infvit.errors import ConfigError, did_you_mean
 
@@ -114,13 +115,18 @@ def count_flops(config: ModelConfig, num_classes: int, in_chans: int, img_size: 
 
 
 def unfuse(model: nn.Module) -> int:
-    """Makes every attention layer of a model that has a fused kernel compute its score matrix, ours and timm's.
+    """Makes every attention layer of a model compute what its formula says in torch's own operations, ours and timm's.
+
+    Softmax and Pure InfSA then hold their score matrix.
 
     Returns:
         The number of layers; 0 where there is nothing to switch.
     """
     count = 0
     for module in model.modules():
+        if isinstance(module, PureInfSA):
+            module.path = "plain"
+            count += 1
         for switch in ("fused", "fused_attn"):
             if isinstance(getattr(module, switch, None), bool):
                 setattr(module, switch, False)

@@ -101,10 +101,10 @@ class InfViT(VisionTransformer):
         x = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
         for block in self.blocks[:-1]:
             x = block(x, attn_mask=attn_mask, is_causal=is_causal)
-        last: Any = self.blocks[-1]
-        mixed = last.attn(last.norm1(x), attn_mask=attn_mask, is_causal=is_causal)
-        x = x[:, :1] + last.drop_path1(last.ls1(mixed[:, :1]))
-        x = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))
+        last = self.blocks[-1]
+        mixed = last.attn(last.norm1(x), attn_mask=attn_mask, is_causal=is_causal)  # type: ignore[operator]
+        x = x[:, :1] + last.drop_path1(last.ls1(mixed[:, :1]))  # type: ignore[operator]
+        x = x + last.drop_path2(last.ls2(last.mlp(last.norm2(x))))  # type: ignore[operator]
         return self.norm(x)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

@@ -73,8 +73,12 @@ def test_wandb_gets_every_row_and_the_exit_code(tiny: Config, fake_wandb: Any, r
     assert run.arguments["name"] == "run"
     assert 0 < run.arguments["settings"]["finish_timeout"] <= 600, "a lost network must not keep the process for ever"
     assert run.exit_code == 0
-    expected = [{**row, "gamma/0": row["gamma"][0]} for row in rows(folder_of(config))]
-    assert run.rows == [{k: v for k, v in row.items() if k != "gamma"} for row in expected]
+    expected = []
+    for row in rows(folder_of(config)):
+        layers = {f"{k}/{i}": value for k, v in row.items() if isinstance(v, list) for i, value in enumerate(v)}
+        expected.append({k: v for k, v in row.items() if not isinstance(v, list)} | layers)
+    assert run.rows == expected
+    assert {"gamma/0", "dead_heads/0"} <= run.rows[0].keys()
     assert warnings_of(caplog) == []
     train(config)  # finished: nothing to log
     assert len(fake_wandb.runs) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import binom, bootstrap
+from scipy.stats import binom, binomtest, bootstrap
 
 from infvit.config import EvalConfig
 from infvit.errors import ConfigError, DataError
@@ -160,4 +160,5 @@ def test_predictions_of_the_runs_own_data(run: Path, tmp_path: Path) -> None:
     row = compare(tmp_path / "raw", tmp_path / "ema")["accuracy"]
     assert row["images"] == 360
     assert (row["first"], row["second"]) == pytest.approx((scores["raw"]["top1"], scores["ema"]["top1"]))
-    assert row["p_value"] < 0.05
+    assert 0 < row["only_first"] + row["only_second"] < 360
+    assert row["p_value"] == pytest.approx(binomtest(row["only_first"], row["only_first"] + row["only_second"]).pvalue)

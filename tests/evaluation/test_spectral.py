@@ -19,6 +19,7 @@ from PIL import Image
 from infvit.attention import AttentionLayer
 from infvit.config import DataConfig, EvalConfig, ModelConfig, RecipeConfig
 from infvit.data import build_source, eval_transform
+from infvit.engine.checkpoint import read
 from infvit.engine.processes import ALONE, Processes
 from infvit.errors import ConfigError, DataError
 from infvit.evaluation import evaluate
@@ -234,12 +235,12 @@ def test_prefix_tokens_are_not_smoothed(tmp_path: Path) -> None:
 def test_several_models_in_one_figure(run: Path, tmp_path: Path) -> None:
     """Runs by name, the first of them in place of `checkpoint`; each is what it is alone."""
     keys = {**KEYS, "eval": "oversmoothing", "num_images": 4}
-    both = evaluate(EvalConfig(runs=[str(run), str(run / "last.pt")], output=str(tmp_path / "both"), **keys))
-    alone = evaluate(EvalConfig(checkpoint=str(run / "last.pt"), output=str(tmp_path / "alone"), **keys))
+    best = len(read(run / "best.pt")["history"])
+    other = next(run / name for name in ("last.pt", "previous.pt") if len(read(run / name)["history"]) != best)
+    both = evaluate(EvalConfig(runs=[str(run), str(other)], output=str(tmp_path / "both"), **keys))
+    alone = evaluate(EvalConfig(checkpoint=str(other), output=str(tmp_path / "alone"), **keys))
     first, second = both["oversmoothing"]["models"]
-    assert [row["model"] for row in (first, second)] == [str(run / "best.pt"), str(run / "last.pt")], (
-        "alike but for this"
-    )
+    assert [row["model"] for row in (first, second)] == [str(run / "best.pt"), str(other)], "alike but for this"
     assert second["layers"] == alone["oversmoothing"]["models"][0]["layers"]
     assert first["layers"] != second["layers"]
     assert len(table_of(only(tmp_path / "both", "oversmoothing_*.csv"))) == 4

@@ -46,6 +46,11 @@ def plant(project: Path, name: str, find: str, replace: str, tests: str = "tests
         )
 
 
+def run(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(RUNNER), "--root", str(project), "--preload", "pytest", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
 def test_lists_fit_the_code(runner: ModuleType):
     """No test runs: every `find` occurs exactly once, every selection names existing files."""
     mutants = runner.load(RUNNER.parent)
@@ -63,29 +68,27 @@ def test_the_copy_holds_what_git_does_not_ignore(runner: ModuleType, project: Pa
     assert copied == {".gitignore", "untracked.py", "infvit/__init__.py", "tests/test_it.py"}
 
 
-@pytest.mark.slow
-def test_killed_and_survived(runner: ModuleType, project: Path, capsys: pytest.CaptureFixture):
+def test_killed_and_survived(project: Path):
     plant(project, "caught", "a + b", "a * b")
-    assert runner.main([], project) == 0
-    assert "1 killed, 0 SURVIVED" in capsys.readouterr().out
+    alone = run(project)
+    assert (alone.returncode, "1 killed, 0 SURVIVED" in alone.stdout) == (0, True), alone
     plant(project, "missed", "a - b", "b - a")
-    assert runner.main([], project) == 1
-    assert "1 killed, 1 SURVIVED" in capsys.readouterr().out
-    assert runner.main(["caug"], project) == 0
+    both = run(project)
+    assert (both.returncode, "1 killed, 1 SURVIVED" in both.stdout) == (1, True), both
+    assert run(project, "caug").returncode == 0
     assert "a + b" in (project / "infvit/__init__.py").read_text(), "the working tree is left alone"
 
 
-def test_a_bug_that_stops_all_tests_is_not_a_success(runner: ModuleType, project: Path, capsys: pytest.CaptureFixture):
+def test_a_bug_that_stops_all_tests_is_not_a_success(project: Path):
     plant(project, "syntax", "a + b", "a +")
-    assert runner.main([], project) == 1
-    assert "1 BROKEN" in capsys.readouterr().out
+    result = run(project)
+    assert (result.returncode, "1 BROKEN" in result.stdout) == (1, True), result
 
 
-@pytest.mark.slow
-def test_endless_loop_times_out(runner: ModuleType, project: Path, capsys: pytest.CaptureFixture):
+def test_endless_loop_times_out(project: Path):
     plant(project, "hang", "return a + b", 'return add(a, b) if __import__("time").sleep(60) else 3')
-    assert runner.main(["--timeout", "8"], project) == 0
-    assert "1 timed out" in capsys.readouterr().out
+    result = run(project, "--timeout", "4")
+    assert (result.returncode, "1 timed out" in result.stdout) == (0, True), result
 
 
 @pytest.mark.parametrize(
@@ -97,17 +100,15 @@ def test_endless_loop_times_out(runner: ModuleType, project: Path, capsys: pytes
         ({"find": "a + b", "replace": "a", "tests": "tests/test_it.py -k nothing_like_this"}, "does not pass"),
     ],
 )
-def test_stale_lists(
-    runner: ModuleType, project: Path, mutant: dict[str, str], message: str, capsys: pytest.CaptureFixture
-):
+def test_stale_lists(project: Path, mutant: dict[str, str], message: str):
     plant(project, "stale", **mutant)
-    assert runner.main([], project) == 1
-    assert message in capsys.readouterr().err
+    result = run(project)
+    assert (result.returncode, message in result.stderr) == (1, True), result
 
 
-def test_tests_that_fail_without_a_bug(runner: ModuleType, project: Path, capsys: pytest.CaptureFixture):
+def test_tests_that_fail_without_a_bug(project: Path):
     plant(project, "any", "a + b", "a * b")
     (project / "tests/test_it.py").write_text("def test_it():\n    assert False, 'on its own'\n")
-    assert runner.main([], project) == 1
-    assert "on its own" in capsys.readouterr().err
-    assert runner.main(["no-such-name"], project) == 1
+    result = run(project)
+    assert (result.returncode, "on its own" in result.stderr) == (1, True), result
+    assert run(project, "no-such-name").returncode == 1

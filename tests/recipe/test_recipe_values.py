@@ -41,6 +41,7 @@ DEIT = {
     "scale": [0.08, 1.0],
     "ratio": [3 / 4, 4 / 3],
     "interpolation": "bicubic",
+    "resize": "torch",  # who computes that filter: ours to choose
     "reprob": 0.25,
     "remode": "pixel",
     "recount": 1,
