@@ -10,7 +10,7 @@ Tiles need powers of two: a head of D channels takes `LANES` >= D lanes, and cha
 f and W_h^T qbar_h are divided by their largest entry (per tile and per head) before they enter a product in half
 precision, so that neither overflows.
 
-Tested in Triton's interpreter and compiled for NVIDIA's Ampere and Hopper; not yet run on a GPU, tile sizes not tuned.
+Not yet run on a GPU, tile sizes not tuned: docs/performance.md says what was checked.
 """
 
 from typing import Any
