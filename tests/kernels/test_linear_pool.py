@@ -194,3 +194,12 @@ def test_projection_by_onednn_is_the_projection(bias):
             assert_close(kernels.project(*arguments), expected, rtol=1e-5, atol=1e-5)
             with torch.backends.mkldnn.flags(enabled=False):
                 assert torch.equal(kernels.project(*arguments), expected)
+
+
+def test_second_derivatives_are_refused_and_the_switch_gives_them():
+    layer, x = layer_and_tokens()
+    layer, x = layer.double(), x.double()[:1, :3].requires_grad_()
+    with pytest.raises(NotImplementedError, match="fused = False"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    layer.core.fused = False
+    assert torch.autograd.gradgradcheck(lambda x: layer(x), x)

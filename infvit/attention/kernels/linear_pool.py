@@ -231,6 +231,11 @@ def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
 
 
 def _backward(ctx, pooled_gradient, total_gradient, *_):  # type: ignore[no-untyped-def]
+    if torch.is_grad_enabled():  # create_graph=True: what is saved carries no graph, so the result would be wrong
+        raise NotImplementedError(
+            "infvit::linear_pool is differentiated once; for second derivatives and torch.func set `fused = False` "
+            "on the LinearInfSA modules, or TIMM_FUSED_ATTN=0 before the model is built."
+        )
     x, weight, real, pooled, total, query, norms, pooled_query, scores = ctx.saved_tensors
     if pooled_gradient is None:
         pooled_gradient = torch.zeros_like(pooled)

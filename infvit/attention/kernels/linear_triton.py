@@ -10,7 +10,7 @@ Tiles need powers of two: a head of D channels takes `LANES` >= D lanes, and cha
 f and W_h^T qbar_h are divided by their largest entry (per tile and per head) before they enter a product in half
 precision, so that neither overflows.
 
-Tested in Triton's interpreter and compiled for NVIDIA's Ampere and Hopper; not yet run on a GPU, tile sizes not tuned.
+Not yet run on a GPU, tile sizes not tuned: docs/performance.md says what was checked.
 """
 
 from typing import Any
@@ -219,7 +219,7 @@ def triton_forward(
         torch.where(sizes > 0, sizes, torch.ones_like(sizes)) if x.dtype != torch.float32 else torch.ones_like(sizes)
     )
     shifts = torch.zeros_like(sizes) if bias is None else scale * (pooled_query * bias.float().view(heads, dim)).sum(-1)
-    group = min(32, max(16, triton.next_power_of_2(heads)))
+    group = 16  # the least that a product takes; more, or tiles in flight, overfill the shared memory at width 1024
     groups = triton.cdiv(heads, group)
     block = 32 if x.element_size() == 2 else 16
     parts, tiles_a_part = _parts(tokens, block, batch * groups)
@@ -227,7 +227,7 @@ def triton_forward(
     _pool_kernel[(groups, parts, batch)](
         x, (vectors / sizes[..., None]).to(x.dtype), sizes, shifts, mask, scores, sums, totals, tokens, width, heads,
         parts, tiles_a_part, ACTIVATION=ACTIVATION[activation], TOKENS=block, HEADS=group,
-        CHANNELS=max(16, triton.next_power_of_2(width)), num_warps=8, **options,
+        CHANNELS=max(16, triton.next_power_of_2(width)), num_warps=8, num_stages=1, **options,
     )  # fmt: skip
     divisor = denominator(totals.sum(1))
     return sums.sum(1) / divisor[..., None], totals.sum(1) / divisor, Sums(query, norms, pooled_query, scores)
