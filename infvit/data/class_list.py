@@ -25,7 +25,7 @@ def read_class_list(file: str, known: Sequence[str]) -> tuple[str, ...]:
     """
     ours = {path.stem: path for path in sorted(LISTS.glob("*.txt"))}
     try:
-        lines = ours.get(file, Path(file).expanduser()).read_text(encoding="utf-8").splitlines()
+        lines = ours.get(file, Path(file).expanduser()).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.classes={file} cannot be read ({error}); give a text file of class names, or {', '.join(ours)}."

@@ -18,8 +18,8 @@ from infvit.evaluation import evaluate
 
 @pytest.fixture
 def chosen(tmp_path: Path) -> DataConfig:
-    """Three digits, not in order."""
-    (tmp_path / "list.txt").write_text("8\n\n# a comment\n 1\n5\n")
+    """Three digits, not in order, in a file as Windows writes it."""
+    (tmp_path / "list.txt").write_bytes("8\r\n\r\n# a comment\r\n 1\r\n5\r\n".encode("utf-8-sig"))
     return DataConfig(name="digits", img_size=16, num_workers=0, classes=str(tmp_path / "list.txt"))
 
 

@@ -271,7 +271,7 @@ def test_values_that_are_not_allowed(keys: dict) -> None:
     [
         (["vit_mini", "infvit_lienar_mini"], (32,), {}, "unknown model 'infvit_lienar_mini'. Did you mean"),
         (["vit_mini"], (32, 33), {}, "img_size=33 is not divisible by the patch size 4"),
-        (["timm/test_resnet:unfused"], (64,), {}, "timm/test_resnet has no fused attention"),
+        (["timm/test_resnet:unfused"], (64,), {}, "timm/test_resnet:unfused: test_resnet has no fused attention"),
         (["timm/test_vit"], (64,), {"scopes": ["attention"]}, "timm/test_vit has none of our attention layers"),
     ],
 )

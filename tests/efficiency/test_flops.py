@@ -75,7 +75,8 @@ def test_cost_of_a_cell() -> None:
     assert infer["flops"] == infer["flops_formula"] == fused["flops"]
     assert (infer["tokens"], infer["flops_reason"]) == (65, None)
     projection = 2 * 4 * 65 * 96 * 96
-    assert train["flops_formula"] == infer["flops"] + projection
+    last_mlp = 2 * 64 * 2 * 96 * 4 * 96  # of the patches; the form for inference applies it to the class token
+    assert train["flops_formula"] == infer["flops"] + projection + last_mlp
     embedding = 2 * 64 * 3 * 16 * 96
     assert train["flops"] == 3 * train["flops_formula"] - embedding
     assert train["parameters"] - infer["parameters"] == 4 * (96 * 96 + 96)
