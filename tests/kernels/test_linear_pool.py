@@ -110,10 +110,15 @@ def test_timms_switch(monkeypatch):
     assert not layer_and_tokens()[0].core.fused
 
 
+def operations(program):
+    """Returns the listing of all graphs; what runs without autocast is one of its own."""
+    return "\n".join(str(m.graph) for m in program.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
+
+
 def test_exported_program_needs_no_operator_of_ours():
     layer, x = layer_and_tokens()
     program = torch.export.export(layer, (x,), dynamic_shapes=({1: torch.export.Dim("token")},))
-    assert "infvit" not in str(program.graph)
+    assert "infvit" not in operations(program)
     longer = torch.cat([x, -2 * x], 1)
     assert_close(program.module()(longer), layer(longer), rtol=1e-4, atol=1e-5)
 
@@ -125,7 +130,7 @@ def test_operator_is_exported_too():
 
     (x, weight, _), _, _ = problem((2, 7, 3, 4), torch.float32)
     program = torch.export.export(Pool(), (x, weight), dynamic_shapes=({1: torch.export.Dim("token")}, None))
-    assert "infvit.linear_pool" in str(program.graph)
+    assert "infvit.linear_pool" in operations(program)
     longer = torch.cat([x, -x], 1)
     assert_close(program.module()(longer, weight), Pool()(longer, weight))
 

@@ -62,6 +62,16 @@ def test_values_and_gradients(shape, dtype, tile):
         compare(got, expected, 1e-12 if dtype == torch.float64 else 3e-5)
 
 
+def test_a_tile_larger_than_planned_still_holds_a_head(monkeypatch):
+    """Equal parts may be half as long again as a tile; 1500 x 767 scores are more than what one thread plans for."""
+    monkeypatch.setattr(pure_tiled, "TILE", (10, 5))
+    monkeypatch.setattr(pure_tiled, "SCORES", 25)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    inputs = problem(14, 7, 4, 4)
+    assert [len(x) for x in pure_tiled.tiles(*(x.flatten(0, 1) for x in inputs[:2]))] == [4, 1, 1]
+    compare(with_gradients(tiled, *inputs), with_gradients(lambda *x: reference(*x, "relu", False), *inputs), 1e-12)
+
+
 @pytest.mark.parametrize("tokens", [96, 128])
 def test_128_channels(tokens, tile):
     inputs = problem(tokens, tokens, 128, 128)
@@ -104,6 +114,17 @@ def test_scores_that_are_all_negative_give_zero_and_touch_no_other_head(path, ca
     out, *grads = got = with_gradients(lambda *x: pure_infsa(*x, mask, path=path), q, k, v, grad)
     compare(got, expected, 1e-11)
     assert not any(x[0, 0].any() for x in (out, *grads))
+
+
+@CAUSAL
+@ACTIVATIONS
+def test_scores_of_0_have_finite_gradients(causal, activation, small_tiles):
+    """The norm has no slope there; GELU's own is 1/2, so that something comes through."""
+    _, k, v, grad = problem(9, 9, 4, 4)
+    out, *grads = with_gradients(lambda *x: tiled(*x, Mask(causal=causal), activation=activation), k * 0, k, v, grad)
+    assert not out.any()
+    assert all(x.isfinite().all() for x in grads)
+    assert grads[0].any() == (activation == "gelu")
 
 
 def test_a_causal_position_is_the_end_of_its_prefix(small_tiles):

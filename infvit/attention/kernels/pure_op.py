@@ -65,24 +65,23 @@ def pure_infsa_backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, norm: Tensor, activation: str, causal: bool, path: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes the gradients of q, k and v from that of the output; see the top of this file."""
-    with full_precision(v):
-        divisor = norm + EPS
-        correlation = (grad.to(norm.dtype) * out).sum(-1)
-        if not causal:
-            correlation = correlation.sum(-1, keepdim=True)
-        tail = torch.where(norm == 0, 0, correlation / norm / divisor)
-        if causal:
-            tail = tail.flip(-1).cumsum(-1).flip(-1)
-        rows = q.shape[:3]
-        if path == "triton":
-            from infvit.attention.kernels import pure_triton
+    divisor = norm + EPS
+    correlation = (grad.to(norm.dtype) * out).sum(-1)
+    if not causal:
+        correlation = correlation.sum(-1, keepdim=True)
+    tail = torch.where(norm == 0, 0, correlation / norm / divisor)
+    if causal:
+        tail = tail.flip(-1).cumsum(-1).flip(-1)
+    rows = q.shape[:3]
+    if path == "triton":
+        from infvit.attention.kernels import pure_triton
 
-            divisor, tail = (x.expand(rows).contiguous() for x in (divisor, tail))
-            return pure_triton.backward(grad, divisor, tail, q, k, v, activation, causal)
-        grad, tail = (grad / divisor[..., None]).contiguous(), tail.expand(rows)
-        grad, tail, flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (grad, tail, q, k, v))
-        dq, dk, dv = pure_tiled.backward(grad, tail, flat_q, flat_k, flat_v, activation, causal)
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+        divisor, tail = (x.expand(rows).contiguous() for x in (divisor, tail))
+        return pure_triton.backward(grad, divisor, tail, q, k, v, activation, causal)
+    grad, tail = (grad / divisor[..., None]).contiguous(), tail.expand(rows)
+    grad, tail, flat_q, flat_k, flat_v = (x.flatten(0, 1) for x in (grad, tail, q, k, v))
+    dq, dk, dv = pure_tiled.backward(grad, tail, flat_q, flat_k, flat_v, activation, causal)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 @pure_infsa_backward_op.register_fake

@@ -142,7 +142,8 @@ def tiles(q: Tensor, k: Tensor) -> tuple[list[slice], list[slice], list[slice]]:
 
 
 def _slices(total: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, total)) for start in range(0, total, max(1, size))]
+    size = max(1, size)
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
 def _longest(slices: list[slice]) -> int:
