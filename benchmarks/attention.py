@@ -21,7 +21,7 @@ PROJECTION = "one d x d projection"
 
 
 def build(
-    mechanism: str, width: int, heads: int, tokens: int, dtype: torch.dtype, *, plain: bool = False
+    mechanism: str, width: int, heads: int, dtype: torch.dtype, *, tokens: int | None = None, plain: bool = False
 ) -> AttentionLayer:
     """Returns a layer; layers of one mechanism have equal parameters."""
     torch.manual_seed(0)
@@ -47,16 +47,19 @@ def candidates(mechanisms: Sequence[str], width: int, heads: int, tokens: int) -
     """
     modules: dict[str, nn.Module] = {PROJECTION: nn.Linear(width, width), "MLP": Mlp(width, 4 * width)}
     for name in mechanisms:
-        layer = build(name, width, heads, tokens, torch.float32)
+        layer = build(name, width, heads, torch.float32, tokens=tokens)
         if not layer.core.absorbs(NO_MASK):
             modules[name] = layer
             continue
         x = torch.randn(2, 65, width, dtype=torch.float64)
-        both = [gradients(build(name, width, heads, tokens, torch.float64, plain=plain), x) for plain in (False, True)]
+        both = [
+            gradients(build(name, width, heads, torch.float64, tokens=tokens, plain=plain), x)
+            for plain in (False, True)
+        ]
         for a, b in zip(*both, strict=True):
             assert_close(a, b, rtol=1e-10, atol=1e-12)
         modules[f"{name}, absorbed"] = layer
-        modules[f"{name}, plain form"] = build(name, width, heads, tokens, torch.float32, plain=True)
+        modules[f"{name}, plain form"] = build(name, width, heads, torch.float32, tokens=tokens, plain=True)
     return modules
 
 
