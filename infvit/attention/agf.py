@@ -202,9 +202,7 @@ class AGF(FactoredAttention):
         return f"form={self.form}{filtered if self.form == 'filter' else ''}"
 
 
-def _checked(
-    basis: str | None, order: int | None, a: float | None, b: float | None
-) -> tuple[str, int, float, float]:
+def _checked(basis: str | None, order: int | None, a: float | None, b: float | None) -> tuple[str, int, float, float]:
     """Returns the filter's arguments with their defaults."""
     basis = "jacobi" if basis is None else basis
     order = ORDER if order is None else order

@@ -340,9 +340,7 @@ def deit_small_agf(pretrained: bool = False, **kwargs: Any) -> InfViT:
 @register_model
 def deit_tiny_agf(pretrained: bool = False, **kwargs: Any) -> InfViT:
     """DeiT-Ti with AGF for attention, 12 layers, width 192, 3 heads: 6.2 M parameters."""
-    return _create(
-        "deit_tiny_agf", pretrained, {**_DEIT, "embed_dim": 192, "num_heads": 3, "attention": "agf"}, kwargs
-    )
+    return _create("deit_tiny_agf", pretrained, {**_DEIT, "embed_dim": 192, "num_heads": 3, "attention": "agf"}, kwargs)
 
 
 @register_model

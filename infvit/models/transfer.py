@@ -1,8 +1,8 @@
 """Weights of one attention mechanism in the layers of another: what has a place there and what has none.
 
 A state dict does not say which mechanism it is from, but its form does: how many projections are fused in `qkv` (two
-where the keys are tied to the queries), what the mechanism has of its own (`core.*`, `extra.*`), whether a second output
-projection follows the first. Layers of the same form are not touched here, and so stay strict.
+where the keys are tied to the queries), what the mechanism has of its own (`core.*`, `extra.*`), whether a second
+output projection follows the first. Layers of the same form are not touched here, and so stay strict.
 """
 
 from dataclasses import dataclass, field

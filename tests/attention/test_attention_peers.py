@@ -14,14 +14,33 @@ from infvit.attention.linear_transformer import CHUNK, causal_sums, elu_plus_one
 from infvit.attention.nystromformer import iterative_pinv, segment_means
 from infvit.attention.performer import orthogonal_features
 from infvit.errors import ConfigError
-from infvit.testing.cases import DIM, EXACT, HEADS, TOKENS, build, declared_masks, inputs, inputs_of, random, with_tokens
+from infvit.testing.cases import (
+    DIM,
+    EXACT,
+    HEADS,
+    TOKENS,
+    build,
+    declared_masks,
+    inputs,
+    inputs_of,
+    random,
+    with_tokens,
+)
 
 FACTORED = [name for name in list_mechanisms() if issubclass(get_mechanism(name), FactoredAttention)]
 NEUTRAL = {"atol": 1e-11, "rtol": 1e-11}
 
 
 def test_the_peers_are_factored():
-    peers = ["cosformer", "efficient", "linear_transformer", "linformer", "nystromformer", "performer", "singularformer"]
+    peers = [
+        "cosformer",
+        "efficient",
+        "linear_transformer",
+        "linformer",
+        "nystromformer",
+        "performer",
+        "singularformer",
+    ]
     assert ["agf", *peers] == FACTORED
 
 

@@ -14,7 +14,7 @@ from timm.layers import set_reentrant_ckpt
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from infvit.attention import auxiliary_losses
+from infvit.attention import auxiliary_losses, collect_losses
 from infvit.attention.agf import Orthogonality
 from infvit.config import TrainConfig
 from infvit.engine import loop, train
@@ -85,7 +85,9 @@ def test_the_gradient_is_that_of_the_plain_formula(tiny: Config, built: Any, cas
     assert got.gradients.keys() == gradients.keys()
     for name, expected in gradients.items():
         scale = float(expected.abs().max())
-        assert_close(got.gradients[name], expected, rtol=0, atol=5 * tolerance * scale, msg=lambda m, n=name: f"{n}: {m}")
+        assert_close(
+            got.gradients[name], expected, rtol=0, atol=5 * tolerance * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
     # It is no small part of the gradient, so that the test would miss it.
     run.state.model.blocks[0].attn.core.orthogonality.weight = 0.0
     run.state.model.blocks[1].attn.core.orthogonality.weight = 0.0
@@ -95,6 +97,18 @@ def test_the_gradient_is_that_of_the_plain_formula(tiny: Config, built: Any, cas
         assert not term.values
         assert not term.wanted
     copy.deepcopy(run.state.model)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_nothing_is_kept_once_it_was_taken(tiny: Config, built: Any, checkpointing: bool) -> None:
+    """Neither until the backward pass is over, nor by it, which repeats the forward pass under checkpointing."""
+    model = built(tiny({**AGF, "engine.grad_checkpointing": checkpointing})).state.model.train()
+    with collect_losses(model) as take:
+        logits = model(torch.randn(2, 3, 16, 16))
+        own = take()
+        assert not any(term.values for term in auxiliary_losses(model))
+        (logits.sum() + own).backward()
+        assert not any(term.values for term in auxiliary_losses(model))
 
 
 def first_of_several(config: TrainConfig) -> tuple[Steps, float]:

@@ -1,8 +1,12 @@
 """The models with AGF: parameters and products against closed formulas, and DeiT's weights in them."""
 
+import pickle
+from pathlib import Path
+
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -78,6 +82,25 @@ def test_the_head_is_that_of_a_deit():
     load_weights(model, deit.state_dict(), "the file", transfer=True)
     tokens = torch.randn(2, 197, 192)
     torch.testing.assert_close(model.eval().forward_head(tokens), deit.eval().forward_head(tokens))
+
+
+def test_copies_files_and_a_fresh_start(tmp_path: Path):
+    model = timm.create_model("agf_mini", depth=2, order=3, weight_init="").train()
+    x = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.attn.core.theta.normal_()
+    model(x).square().sum().backward()  # no graph of the loss is left, which could not be copied
+    model.eval()
+    save_for_hf(model, str(tmp_path), safe_serialization=False)
+    others = (pickle.loads(pickle.dumps(model)), timm.create_model(f"local-dir:{tmp_path}", pretrained=True))
+    with torch.no_grad():
+        for other in others:
+            assert torch.equal(other.eval()(x), model(x))
+        torch.testing.assert_close(infvit.reparameterize(others[0])(x), model(x), rtol=1e-4, atol=1e-5)
+        for block in model.blocks:
+            block.attn.core.reset_parameters()
+            assert not block.attn.core.theta.any()
 
 
 @pytest.mark.parametrize("args", [{}, {"form": "svd"}], ids=str)
