@@ -241,11 +241,8 @@ def test_the_layer_feeds_each_projection_to_its_place():
     q, k, v = layer.project(x)
     parts = [(x @ w.mT).unflatten(-1, (HEADS, DIM)).transpose(1, 2) for w in layer.qkv.weight.split(HEADS * DIM)]
     extra = (x @ layer.extra.weight.mT).unflatten(-1, (HEADS, DIM)).transpose(1, 2)  # type: ignore[union-attr]
-    for got, expected in zip(
-        (q[..., :DIM], q[..., DIM:], k, v),
-        (layer.q_norm(parts[0]), extra, layer.k_norm(parts[1]), parts[2]),
-        strict=True,
-    ):
+    pairs = ((q[..., :DIM], layer.q_norm(parts[0])), (q[..., DIM:], extra), (k, layer.k_norm(parts[1])), (v, parts[2]))
+    for got, expected in pairs:
         assert_close(got, expected, **EXACT)
 
 
@@ -280,8 +277,6 @@ def test_the_loss_of_several_kinds_is_the_sum_of_their_means():
     for layer, tokens in zip(model.layers, (x, between), strict=True):
         q, k, _ = (part.detach() for part in layer.project(tokens))
         for i in range(2):
-            columns = k[i].softmax(-2).numpy()
-            expected = (
-                expected + layer.core.orthogonality.weight * gram_loss(q[i, ..., :DIM].softmax(-1).numpy(), columns) / 2
-            )
+            u, columns = q[i, ..., :DIM].softmax(-1).numpy(), k[i].softmax(-2).numpy()
+            expected = expected + layer.core.orthogonality.weight * gram_loss(u, columns) / 2
     assert float(total) == pytest.approx(float(expected), rel=1e-10)

@@ -18,14 +18,8 @@ DIM, HEADS, TOKENS = 12, 3, 7
 REAL = torch.tensor([[True, False, True, True, True, False, False], [True] * 7, [False] * 7])
 PADDING = REAL[:, None, None]
 PADDED = [name for name in list_mechanisms() if get_mechanism(name).capabilities.padding]
-NO_SHIFT = {
-    "softmax",
-    "softmax_unfused",
-    "efficient",
-    "nystromformer",
-    "agf",
-    "singularformer",
-}  # do not feel a shift of all keys
+# Do not feel a shift of all keys.
+NO_SHIFT = {"softmax", "softmax_unfused", "efficient", "nystromformer", "agf", "singularformer"}
 
 
 def make(mechanism="infsa_linear", dtype=torch.float64, **kwargs):

@@ -12,7 +12,7 @@ from torch import nn
 from infvit.models.infvit import PEERS
 
 # Those with the mechanisms of other papers have tests of their own: test_model_peers.py, test_model_agf.py.
-OTHERS = {f"vit_4l_{attention}" for attention in PEERS} | {name for name in timm.list_models("*agf*", module="infvit")}
+OTHERS = {f"vit_4l_{attention}" for attention in PEERS} | set(timm.list_models("*agf*", module="infvit"))
 MODELS = [name for name in timm.list_models(module="infvit") if name not in OTHERS]
 MINIS = [name for name in MODELS if name.endswith("_mini")]
 SMALL: dict[str, Any] = {"depth": 2, "num_classes": 10}
