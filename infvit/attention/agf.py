@@ -188,11 +188,14 @@ class AGF(FactoredAttention):
             for n in range(1, self.order + 1):
                 polynomial = s**n
                 if self.basis != "monomial":  # the explicit sum, without a recurrence
-                    polynomial = sum(
-                        _binomial(n + self.a, n - m) * _binomial(n + self.b, m)
-                        * ((s - 1) / 2) ** m * ((s + 1) / 2) ** (n - m)
+                    terms = [
+                        _binomial(n + self.a, n - m)
+                        * _binomial(n + self.b, m)
+                        * ((s - 1) / 2) ** m
+                        * ((s + 1) / 2) ** (n - m)
                         for m in range(n + 1)
-                    )  # fmt: skip
+                    ]
+                    polynomial = torch.stack(terms).sum(0)
                 filtered = filtered + torch.tanh(self.theta[n - 1]) * polynomial
             u = u * filtered
         return u @ (columns.mT @ v)
