@@ -1,5 +1,7 @@
 """Attention mechanisms: one file each, one registration line each. See `docs/add-a-mechanism.md`."""
 
+from infvit.attention.agf import AGF
+from infvit.attention.auxiliary import AuxiliaryLoss, auxiliary_losses, collect_losses
 from infvit.attention.cosformer import CosFormer
 from infvit.attention.efficient import EfficientAttention
 from infvit.attention.layer import AttentionLayer
@@ -20,6 +22,7 @@ from infvit.attention.mechanism import (
 from infvit.attention.nystromformer import Nystromformer
 from infvit.attention.performer import Performer
 from infvit.attention.pure import PureInfSA
+from infvit.attention.singularformer import Singularformer
 from infvit.attention.softmax import SoftmaxAttention, UnfusedSoftmaxAttention
 
 register_mechanism(SoftmaxAttention)
@@ -32,10 +35,14 @@ register_mechanism(Linformer)
 register_mechanism(Nystromformer)
 register_mechanism(EfficientAttention)
 register_mechanism(CosFormer)
+register_mechanism(AGF)
+register_mechanism(Singularformer)
 
 __all__ = [
+    "AGF",
     "NO_MASK",
     "AttentionLayer",
+    "AuxiliaryLoss",
     "Capabilities",
     "CosFormer",
     "EfficientAttention",
@@ -48,8 +55,11 @@ __all__ = [
     "Performer",
     "Projections",
     "PureInfSA",
+    "Singularformer",
     "SoftmaxAttention",
     "UnfusedSoftmaxAttention",
+    "auxiliary_losses",
+    "collect_losses",
     "get_mechanism",
     "hyperparameters",
     "list_mechanisms",

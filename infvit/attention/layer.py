@@ -14,12 +14,15 @@ from infvit.errors import ConfigError
 class AttentionLayer(nn.Module):
     """Self-attention on tokens: query, key and value projections, a mechanism, output projection.
 
+    A mechanism with `extra_dim` has one more projection of the tokens, `extra`, whose channels follow those of the
+    queries; `qkv` is the same for all mechanisms.
+
     Names and arguments follow timm's `Attention`, so that DeiT checkpoints load and timm's tools work.
 
     Args:
         dim: channels C of the tokens.
         num_heads: heads H; must divide `dim`.
-        qkv_bias: bias on the query, key and value projections.
+        qkv_bias: bias on the query, key, value and extra projections.
         qk_norm: normalise queries and keys per head.
         scale_norm: normalise the concatenated heads before the output projection.
         proj_bias: bias on the output projections.
@@ -77,6 +80,8 @@ class AttentionLayer(nn.Module):
         self.tie_key = cls.ties_key if tie_key is None else tie_key
         self.core: Mechanism = cls(num_heads, self.head_dim, attn_drop, **factory, **(mechanism_args or {}))
         self.qkv = nn.Linear(dim, dim * (2 if self.tie_key else 3), bias=qkv_bias, **factory)
+        extra = num_heads * self.core.extra_dim
+        self.extra = nn.Linear(dim, extra, bias=qkv_bias, **factory) if extra else None
         self.q_norm = norm_layer(self.head_dim, **factory) if qk_norm and norm_layer else nn.Identity()
         self.k_norm = norm_layer(self.head_dim, **factory) if qk_norm and norm_layer else nn.Identity()
         self.norm = norm_layer(dim, **factory) if scale_norm and norm_layer else nn.Identity()
@@ -116,10 +121,13 @@ class AttentionLayer(nn.Module):
         return out if real is None else torch.where(real, out, out.new_zeros(()))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries, keys and values of tokens (B, N, C), each (B, H, N, D)."""
+        """Returns queries (B, H, N, D + extra_dim), keys and values (B, H, N, D) of tokens (B, N, C)."""
         parts = self.qkv(x).unflatten(-1, (-1, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
         q, k, v = parts[0], parts[0] if self.tie_key else parts[1], parts[-1]
-        return self.q_norm(q), self.k_norm(k), v
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.extra is not None:
+            q = torch.cat([q, self.extra(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)], -1)
+        return q, k, v
 
     def _projections(self) -> Projections:
         """Returns the parts of the fused projection."""

@@ -114,6 +114,7 @@ class Mechanism(nn.Module):
     token_maps: ClassVar[tuple[str, ...]] = ()  # kinds of token map; the first is the default
     ties_key: ClassVar[bool] = False  # whether models use the query projection for the keys as well
     num_tokens: int  # only without `any_length`
+    extra_dim: int  # channels that each query carries behind its D, from a projection of the tokens of their own
 
     def __init__(
         self,
@@ -126,6 +127,7 @@ class Mechanism(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = head_dim
+        self.extra_dim = 0
         self.scale = head_dim**-0.5  # of q and of k, so that scores carry 1 / D
         self.attn_drop = nn.Dropout(attn_drop)
 
@@ -173,7 +175,7 @@ class Mechanism(nn.Module):
         """Mixes the values.
 
         Args:
-            q: queries, (B, H, M, D), not scaled.
+            q: queries, (B, H, M, D + extra_dim), not scaled.
             k: keys, (B, H, N, D), not scaled.
             v: values, (B, H, N, E).
             mask: which pairs take part.
@@ -206,7 +208,7 @@ class Mechanism(nn.Module):
         """Returns the relevance of every key token, (B, H, N); zero at padded keys.
 
         Args:
-            q: queries, (B, H, M, D).
+            q: queries, (B, H, M, D + extra_dim).
             k: keys, (B, H, N, D).
             mask: which pairs take part.
             kind: one of `token_maps`; None takes the first.
@@ -231,6 +233,11 @@ class Mechanism(nn.Module):
             raise ConfigError(f"attention mechanism {self.name!r} does not support: {what}. It declares: {can}.")
 
     def _check(self, q: Tensor, k: Tensor, mask: Mask) -> None:
+        if self.extra_dim and q.shape[-1] != self.head_dim + self.extra_dim:
+            raise ConfigError(
+                f"attention mechanism {self.name!r} takes queries of {self.head_dim} + {self.extra_dim} channels a "
+                f"head, the second part from a projection of its own; got {q.shape[-1]}."
+            )
         if mask.keys is not None or mask.queries is not None:
             self._require("padding", "padding masks")
             for name, real, tokens in (("keys", mask.keys, k.shape[-2]), ("queries", mask.queries, q.shape[-2])):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from infvit.attention import auxiliary_losses, collect_losses
 from infvit.attention.infsa import path_decays
 from infvit.config import TrainConfig
 from infvit.data import Batch, DamageLog, TrainSampler
@@ -98,7 +99,7 @@ def fit(run: Run) -> None:
         if (epoch + 1) % run.config.engine.eval_every == 0 or state.update == run.last_update:
             row |= evaluate(run)
         state.history.append(row)
-        state.epoch_loss, state.epoch_images = 0.0, 0
+        state.epoch_loss, state.epoch_auxiliary, state.epoch_images = 0.0, 0.0, 0
         # Scores with a loss that is not finite are those of broken weights.
         scored = math.isfinite(row.get(metric.replace("top1", "loss"), math.nan))
         if scored and (state.best is None or row[metric] > state.best):
@@ -129,6 +130,7 @@ def train_epoch(run: Run, epoch: int) -> dict[str, Any]:
             if done:
                 state.failures = 0
                 state.epoch_loss += loss * images
+                state.epoch_auxiliary += state.auxiliary * images
                 state.epoch_images += images
             else:
                 note_nonfinite(run, loss, lr)
@@ -136,10 +138,13 @@ def train_epoch(run: Run, epoch: int) -> dict[str, Any]:
             progress.step(loss, lr, images)
             profile_step()
             stop_or_save(run)
+    seen = state.epoch_images or math.nan
+    own = {"auxiliary_loss": state.epoch_auxiliary / seen} if auxiliary_losses(state.model) else {}
     return {
         "update": state.update,
         "lr": run.schedule.set(state.update - 1),
-        "train_loss": state.epoch_loss / state.epoch_images if state.epoch_images else math.nan,
+        "train_loss": state.epoch_loss / seen,
+        **own,
         "grad_norm": state.grad_norm,
         "images_per_second": round(progress.images_per_second, 1),
         "data_wait": round(progress.data_wait, 4),
@@ -152,19 +157,20 @@ def train_update(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, float
     """Does one update: the gradient of the global batch, then one optimiser step.
 
     Returns:
-        Mean loss, norm of the gradient before clipping, number of images, and whether both were finite; if not, no step
-        was taken and the weights are as they were. The same on all processes.
+        Mean loss, norm of the gradient before clipping, number of images, and whether all were finite; if not, no step
+        was taken and the weights are as they were. The same on all processes. The model's own loss is no part of the
+        first, so that models can be compared by it; its mean is in `state.auxiliary`.
     """
     state, recipe = run.state, run.config.recipe
     state.optimizer.zero_grad(set_to_none=True)
-    loss_sum, images = add_gradients(run, micro_batches)
+    loss_sum, own_sum, images = add_gradients(run, micro_batches)
     state.scaler.unscale_(state.optimizer)
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     norm = float(whole(nn.utils.clip_grad_norm_(parameters, recipe.clip_grad or math.inf)))
-    loss = loss_sum / images
+    loss, state.auxiliary = loss_sum / images, own_sum / images
     # The scaler of fp16 finds its scale by running into infinite gradients, and leaves such a step out by itself.
     searching = state.scaler.is_enabled() and state.scaler.get_scale() > 1
-    done = math.isfinite(loss) and (math.isfinite(norm) or searching)
+    done = math.isfinite(loss + state.auxiliary) and (math.isfinite(norm) or searching)
     if done:
         state.scaler.step(state.optimizer)
         if state.ema is not None:
@@ -173,17 +179,17 @@ def train_update(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, float
     return loss, norm, images, done
 
 
-def add_gradients(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, int]:
+def add_gradients(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, float, int]:
     """Adds up the gradients of the micro-batches of all processes, each image with a weight of 1 / batch_size.
 
     Returns:
-        Sum of the losses, and number of images.
+        Sum of the losses of the task, sum of the model's own (see `AuxiliaryLoss`), and number of images.
 
     Raises:
         DataError: too many images are damaged, or all of this update.
     """
     processes, damaged = run.processes, []
-    total, count = torch.zeros((), device=run.device), 0
+    total, own_total, count = torch.zeros((), device=run.device), torch.zeros((), device=run.device), 0
     for number, (images, targets, unreadable) in enumerate(micro_batches, start=1):
         damaged += unreadable
         count += len(images)
@@ -196,14 +202,19 @@ def add_gradients(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, int]
         targets = targets.to(run.device, non_blocking=True)
         if run.mixup is not None and not empty:
             images, targets = run.mixup(images, targets, run.state.update)
-        with gradient_sync(run.training, now=number == run.sampler.micro_batches):
+        sync = gradient_sync(run.training, now=number == run.sampler.micro_batches)
+        with sync, collect_losses(run.state.model) as own_loss:
             with autocast(run.device, run.precision):
                 loss = training_loss(run.training(images), targets, run.config.recipe.smoothing)
+            own = own_loss()
             # Gradients are averaged over the processes, where their sum is meant.
             weight = 0 if empty else processes.world_size / run.config.batch_size
-            run.state.scaler.scale(loss * weight).backward()
-        total += 0 if empty else loss.detach()
-    loss_sum, images_seen, unreadable_seen = agree(run, float(total), count, len(damaged))
+            run.state.scaler.scale((loss if own is None else loss + own) * weight).backward()
+        if not empty:
+            total += loss.detach()
+            own_total += 0 if own is None else own.detach()
+    sums = (float(total), float(own_total), count, len(damaged))
+    loss_sum, own_sum, images_seen, unreadable_seen = agree(run, *sums)
     if unreadable_seen:
         note_damaged(run, damaged)
     if not images_seen:
@@ -211,7 +222,7 @@ def add_gradients(run: Run, micro_batches: Iterator[Batch]) -> tuple[float, int]
         raise processes.everywhere(DataError(f"{reason} Mend the data set."))
     if processes.world_size > 1:
         require_all_gradients(run.state.model)
-    return loss_sum, int(images_seen)
+    return loss_sum, own_sum, int(images_seen)
 
 
 def note_damaged(run: Run, messages: list[str]) -> None:
@@ -267,8 +278,9 @@ def note_nonfinite(run: Run, loss: float, lr: float) -> None:
     named = ((name, local(p.grad)) for name, p in state.model.named_parameters() if p.grad is not None)
     mine = next((name for name, gradient in named if not gradient.isfinite().all()), None)
     bad = next((name for name in run.processes.gather(mine) if name is not None), "none")
+    own = "" if math.isfinite(state.auxiliary) else f", the model's own loss {state.auxiliary}"
     found = (
-        f"update {state.update}: loss {loss}, gradient norm {state.grad_norm}, lr {lr:.2e}, "
+        f"update {state.update}: loss {loss}{own}, gradient norm {state.grad_norm}, lr {lr:.2e}, "
         f"loss scale {state.scaler.get_scale():g}, first bad gradient: {bad}"
     )
     log.warning("Not finite, update left out (%d of %d in a row): %s", state.failures, most, found)

@@ -25,7 +25,9 @@ class RunState:
         history: one row of metrics per finished epoch.
         best: the best value of the deciding metric, or None.
         epoch_loss: sum of the training losses of the images seen in the epoch under way.
+        epoch_auxiliary: likewise, of the model's own loss.
         epoch_images: number of those images.
+        auxiliary: mean of the model's own loss in the last update; 0 without one.
         grad_norm: norm of the last gradient.
         skipped: updates left out since their loss or gradient was not finite.
         failures: how many of them came last, in a row.
@@ -41,6 +43,8 @@ class RunState:
     history: list[dict[str, Any]] = field(default_factory=list)
     best: float | None = None
     epoch_loss: float = 0.0
+    epoch_auxiliary: float = 0.0
+    auxiliary: float = 0.0
     epoch_images: int = 0
     grad_norm: float = 0.0
     skipped: int = 0
@@ -53,6 +57,7 @@ class RunState:
         "history",
         "best",
         "epoch_loss",
+        "epoch_auxiliary",
         "epoch_images",
         "grad_norm",
         "skipped",
@@ -95,6 +100,7 @@ class RunState:
             self.optimizer.load_state_dict(self._shared_optimizer(content["optimizer"]))
             if content["scaler"]:  # empty when it was written in another precision than fp16
                 self.scaler.load_state_dict(content["scaler"])
+            content = {"epoch_auxiliary": 0.0, **content}  # models had no loss of their own when format 2 began
             for name in self._PLAIN:
                 setattr(self, name, content[name])
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:

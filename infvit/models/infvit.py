@@ -30,6 +30,7 @@ class InfViT(VisionTransformer):
         attention: name of a registered mechanism.
         tie_key: use the query projection for the keys; None asks the mechanism.
         double_proj: a second output projection in each attention block, as published.
+        pooler: the pooled d x d layer with tanh before the classifier, as published; False: the head of a DeiT.
         **kwargs: the mechanism's hyperparameters (`gamma=0.5`); everything else goes to timm's `VisionTransformer`.
 
     Raises:
@@ -43,6 +44,7 @@ class InfViT(VisionTransformer):
         attention: str = "softmax",
         tie_key: bool | None = None,
         double_proj: bool = True,
+        pooler: bool = True,
         **kwargs: Any,
     ) -> None:
         given = {**dict(zip(("img_size", "patch_size"), args, strict=False)), **kwargs}
@@ -72,9 +74,12 @@ class InfViT(VisionTransformer):
         self.attention = attention
         self.class_token_only = False  # see `reparameterize`
         # Not called `pre_logits`: timm's checkpoint filter drops that name.
-        self.pooler: nn.Module = nn.Linear(self.embed_dim, self.embed_dim, device=device, dtype=dtype)
-        self.pooler_act: nn.Module = nn.Tanh()
-        if kwargs.get("weight_init") != "skip":
+        self.pooler: nn.Module = nn.Identity()
+        self.pooler_act: nn.Module = nn.Identity()
+        if pooler:
+            self.pooler = nn.Linear(self.embed_dim, self.embed_dim, device=device, dtype=dtype)
+            self.pooler_act = nn.Tanh()
+        if pooler and kwargs.get("weight_init") != "skip":
             get_init_weights_vit(self.weight_init_mode, needs_reset=False)(self.pooler, name="pooler")
 
     def _block(self, options: dict[str, Any], **kwargs: Any) -> Block:
@@ -218,6 +223,7 @@ PEERS = (
     "nystromformer",
     "efficient",
     "cosformer",
+    "singularformer",
 )
 
 default_cfgs = generate_default_cfgs(
@@ -229,7 +235,11 @@ default_cfgs = generate_default_cfgs(
         "vit_24l.untrained": _cfg(),
         "infvit_pure_24l.untrained": _cfg(),
         "infvit_linear_24l.untrained": _cfg(),
+        "agf_4l.untrained": _cfg(),
+        "deit_tiny_agf.untrained": _cfg(),
+        "deit_small_agf.untrained": _cfg(),
         "vit_mini.untrained": _MINI,
+        "agf_mini.untrained": _MINI,
         "infvit_pure_mini.untrained": _MINI,
         "infvit_linear_mini.untrained": _MINI,
     }
@@ -238,6 +248,8 @@ default_cfgs = generate_default_cfgs(
 # Widths that reproduce the published parameter counts; `qkv_bias` is timm's default.
 _4L: dict[str, Any] = {"patch_size": 16, "embed_dim": 1024, "depth": 4, "num_heads": 64}
 _24L: dict[str, Any] = {"patch_size": 16, "embed_dim": 1024, "depth": 24, "num_heads": 16}
+# timm's DeiT, with another attention: its head, and one output projection.
+_DEIT: dict[str, Any] = {"patch_size": 16, "depth": 12, "double_proj": False, "pooler": False}
 # timm's "jax" initialisation (Xavier): the default, normal with std 0.02, all but silences branches of width 96.
 _MINI_ARGS: dict[str, Any] = {
     "img_size": 32,
@@ -312,6 +324,26 @@ def infvit_linear_24l(pretrained: bool = False, **kwargs: Any) -> InfViT:
 
 
 @register_model
+def agf_4l(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """AGF, 4 layers, width 1024, 64 heads: 61.8 M parameters."""
+    return _create("agf_4l", pretrained, {**_4L, "attention": "agf"}, kwargs)
+
+
+@register_model
+def deit_small_agf(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """DeiT-S with AGF for attention, 12 layers, width 384, 6 heads: 23.8 M parameters."""
+    return _create(
+        "deit_small_agf", pretrained, {**_DEIT, "embed_dim": 384, "num_heads": 6, "attention": "agf"}, kwargs
+    )
+
+
+@register_model
+def deit_tiny_agf(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """DeiT-Ti with AGF for attention, 12 layers, width 192, 3 heads: 6.2 M parameters."""
+    return _create("deit_tiny_agf", pretrained, {**_DEIT, "embed_dim": 192, "num_heads": 3, "attention": "agf"}, kwargs)
+
+
+@register_model
 def vit_mini(pretrained: bool = False, **kwargs: Any) -> InfViT:
     """Softmax baseline for small images on a CPU: 4 layers, width 96, 6 heads, patch 4."""
     return _create("vit_mini", pretrained, _MINI_ARGS, kwargs)
@@ -327,3 +359,9 @@ def infvit_pure_mini(pretrained: bool = False, **kwargs: Any) -> InfViT:
 def infvit_linear_mini(pretrained: bool = False, **kwargs: Any) -> InfViT:
     """Linear InfSA for small images on a CPU: 4 layers, width 96, 6 heads, patch 4."""
     return _create("infvit_linear_mini", pretrained, {**_MINI_ARGS, "attention": "infsa_linear"}, kwargs)
+
+
+@register_model
+def agf_mini(pretrained: bool = False, **kwargs: Any) -> InfViT:
+    """AGF for small images on a CPU: 4 layers, width 96, 6 heads, patch 4."""
+    return _create("agf_mini", pretrained, {**_MINI_ARGS, "attention": "agf"}, kwargs)

@@ -1,8 +1,8 @@
 """Weights of one attention mechanism in the layers of another: what has a place there and what has none.
 
 A state dict does not say which mechanism it is from, but its form does: how many projections are fused in `qkv` (two
-where the keys are tied to the queries), what the mechanism has of its own (`core.*`), whether a second output
-projection follows the first. Layers of the same form are not touched here, and so stay strict.
+where the keys are tied to the queries), what the mechanism has of its own (`core.*`, `extra.*`), whether a second
+output projection follows the first. Layers of the same form are not touched here, and so stay strict.
 """
 
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class _Form:
     width: int
     projections: int  # 3, or 2 where the keys are tied to the queries
     double: bool  # a second output projection
-    core: frozenset[str]
+    core: frozenset[str]  # parameters of the mechanism, and of the projection that only it has
 
 
 def transfer_attention(model: nn.Module, source: dict[str, Tensor]) -> Transfer:
@@ -105,5 +105,5 @@ def _form(layer: dict[str, Tensor]) -> _Form | None:
         width=weight.shape[1],
         projections=len(weight) // weight.shape[1],
         double="proj2.weight" in layer,
-        core=frozenset(key for key in layer if key.startswith("core.")),
+        core=frozenset(key for key in layer if key.startswith(("core.", "extra."))),
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from infvit.engine.record import replace_text
 from infvit.engine.status import STATES, job_name
 from infvit.reports.formats import draw_ablation, to_csv, to_latex, to_markdown
-from infvit.reports.published import ABLATION
+from infvit.reports.published import ABLATION, SOURCE
 from infvit.reports.runs import RunView, find_runs
 from infvit.reports.tables import PENDING, Cell, Row, Table
 
@@ -93,7 +93,8 @@ def ablation_table(runs: Sequence[RunView], title: str) -> Table:
             rows.append(Row(f"{metric}_published", "  published", 1 if metric in _PERCENT else 0, published))
     errors = tuple(f"{run.name}: {run.error}" for run in runs if run.error)
     labels, progress = tuple(s.label for s in settings), tuple(s.progress for s in settings)
-    return Table(title, labels, tuple(rows), progress, _note(runs), errors)
+    beside = any(row.metric.endswith("_published") for row in rows)
+    return Table(title, labels, tuple(rows), progress, _note(runs, beside), errors)
 
 
 _PERCENT = ("top1", "ema_top1", "morf", "lerf", "roc")
@@ -110,14 +111,17 @@ def _cell(setting: Setting, metric: str, known: bool) -> Cell:
     return Cell(text=next((state for state in order if state in states), "-"))
 
 
-def _note(runs: Sequence[RunView]) -> str:
+def _note(runs: Sequence[RunView], beside: bool) -> str:
     """Says what was run, and whether the published figures are of the same."""
     what = {(run.config["model"]["name"], run.config["data"]["name"]) for run in runs if run.config}
     ran = ", ".join(f"{model} on {data}" for model, data in sorted(what)) or "nothing yet"
     same = what == {("infvit_linear_4l", "imagenet")}
     cut = sorted({run.config["max_steps"] for run in runs if run.config.get("max_steps")})
     short = f" Ended by max_steps={', '.join(map(str, cut))} updates." if cut else ""
-    return f"Run: {ran}.{short}" + ("" if same else " Published: infvit_linear_4l on ImageNet-1K, so no comparison.")
+    if not beside:
+        return f"Run: {ran}.{short}"
+    other = "" if same else " Published: infvit_linear_4l on ImageNet-1K, so no comparison."
+    return f"Run: {ran}.{short} Published: {SOURCE}, Table 4.{other}"
 
 
 def write_ablation(folder: Path) -> Path:

@@ -9,10 +9,9 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from infvit.reports.published import SOURCE
 from infvit.reports.tables import Table
 
-EXPLAINED = f"Mean ± standard deviation over the seeds that are done, last epoch. Published: {SOURCE}, Table 4."
+EXPLAINED = "Mean ± standard deviation over the seeds that are done, last epoch."
 
 
 def to_markdown(table: Table) -> str:

@@ -31,7 +31,8 @@ def build(
     """Returns a mechanism in evaluation mode; the same parameters at every call."""
     torch.manual_seed(0)
     cls = get_mechanism(name)
-    return cls(heads, dim, attn_drop, dtype=dtype, device=device, **with_tokens(cls, args, tokens)).eval()
+    core = cls(heads, dim, attn_drop, dtype=dtype, device=device, **with_tokens(cls, args, tokens)).eval()
+    return awake(core) if device is None else core
 
 
 def build_layer(name: str, args: dict[str, Any], dtype: torch.dtype = torch.float64, **kwargs: Any) -> AttentionLayer:
@@ -39,7 +40,17 @@ def build_layer(name: str, args: dict[str, Any], dtype: torch.dtype = torch.floa
     torch.manual_seed(0)
     args = with_tokens(get_mechanism(name), args, TOKENS)
     kwargs = {"qkv_bias": True, **kwargs}
-    return AttentionLayer(HEADS * DIM, HEADS, dtype=dtype, mechanism=name, mechanism_args=args, **kwargs)
+    layer = AttentionLayer(HEADS * DIM, HEADS, dtype=dtype, mechanism=name, mechanism_args=args, **kwargs)
+    awake(layer.core)
+    return layer
+
+
+def awake(core: Mechanism) -> Mechanism:
+    """Fills the parameters that start at 0: what they are multiplied with would have neither effect nor gradient."""
+    for parameter in core.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter)
+    return core
 
 
 def inputs(
@@ -51,12 +62,20 @@ def inputs(
     value_dim: int | None = None,
     dtype: torch.dtype = torch.float64,
     grad: bool = False,
+    extra_dim: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns q, k, v from a fixed seed."""
     keys = queries if keys is None else keys
-    shapes = (queries, dim), (keys, dim), (keys, value_dim or dim)
+    shapes = (queries, dim + extra_dim), (keys, dim), (keys, value_dim or dim)
     q, k, v = (random(batch, heads, *shape, seed=i).to(dtype).requires_grad_(grad) for i, shape in enumerate(shapes))
     return q, k, v
+
+
+def inputs_of(
+    core: Mechanism, queries: int = TOKENS, keys: int | None = None, **kwargs: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, k, v in the shapes that a mechanism takes; the rest as `inputs`."""
+    return inputs(queries, keys, heads=core.num_heads, dim=core.head_dim, extra_dim=core.extra_dim, **kwargs)
 
 
 def declared_masks(core: Mechanism, tokens: int = TOKENS) -> list[Mask]:

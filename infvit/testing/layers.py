@@ -17,7 +17,7 @@ from infvit.testing.cases import (
     all_close,
     build,
     build_layer,
-    inputs,
+    inputs_of,
     random,
     random_pairs,
     refused,
@@ -70,7 +70,7 @@ def check_meta_device(name: str, **args: Any) -> None:
             reset()
     for n, p in core.named_parameters():
         assert p.isfinite().all(), f"parameter {n} is not set by any reset_parameters"
-    assert core(*inputs()).isfinite().all()
+    assert core(*inputs_of(core)).isfinite().all()
 
 
 def check_export(name: str, **args: Any) -> None:
@@ -79,7 +79,7 @@ def check_export(name: str, **args: Any) -> None:
     any_length = core.capabilities.any_length
     token = torch.export.Dim("token")
     for module, count in ((core, 3), (layer, 1)):
-        examples = {n: inputs(n) if count == 3 else (random(2, n, HEADS * DIM),) for n in (TOKENS, 5, 16)}
+        examples = {n: inputs_of(core, n) if count == 3 else (random(2, n, HEADS * DIM),) for n in (TOKENS, 5, 16)}
         shapes = tuple({x.ndim - 2: token} for x in examples[TOKENS]) if any_length else None
         exported = torch.export.export(module, examples[TOKENS], dynamic_shapes=shapes).module()
         for tokens in examples if any_length else (TOKENS,):
@@ -89,7 +89,7 @@ def check_export(name: str, **args: Any) -> None:
 def check_compile(name: str, *, backend: str = "inductor", **args: Any) -> None:
     """`torch.compile` in one graph, forward and backward, mechanism and layer. Takes long with Inductor."""
     core, layer = build(name, args, dtype=torch.float32), build_layer(name, args, dtype=torch.float32)
-    leaves = [*inputs(dtype=torch.float32), random(2, TOKENS, HEADS * DIM).float()]
+    leaves = [*inputs_of(core, dtype=torch.float32), random(2, TOKENS, HEADS * DIM).float()]
     leaves = [x.requires_grad_() for x in leaves]
     leaves += [p for m in (core, layer) for p in m.parameters() if p.requires_grad]
 

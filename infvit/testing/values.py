@@ -21,7 +21,7 @@ from infvit.testing.cases import (
     build_layer,
     declared_masks,
     gradients,
-    inputs,
+    inputs_of,
     random,
     refused,
 )
@@ -33,7 +33,7 @@ def check_values(name: str, **args: Any) -> None:
     for heads, keys, value_dim in product((1, 3), LENGTHS, (DIM, DIM + 1)):
         core = build(name, args, heads=heads, tokens=keys)
         for queries in LENGTHS if cross else (keys,):
-            q, k, v = inputs(queries, keys, heads=heads, value_dim=value_dim)
+            q, k, v = inputs_of(core, queries, keys, value_dim=value_dim)
             out = core(q, k, v)
             assert out.shape == (2, heads, queries, value_dim), f"output of shape {tuple(out.shape)}"
             assert_close(out, core.reference(q, k, v, **args), **EXACT)
@@ -43,15 +43,15 @@ def check_any_length(name: str, **args: Any) -> None:
     """A mechanism that is built for one number of tokens refuses every other."""
     if not get_mechanism(name).capabilities.any_length:
         core = build(name, args)
-        refused(lambda: core(*inputs(TOKENS + 1)), "any_length")
+        refused(lambda: core(*inputs_of(core, TOKENS + 1)), "any_length")
 
 
 def check_dtypes(name: str, **args: Any) -> None:
     """The dtype of the input comes out, with the right value, whether parameters have that dtype or float32."""
     for dtype, atol in {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}.items():
-        q, k, v = inputs(dtype=dtype)
         for parameters in {dtype, torch.promote_types(dtype, torch.float32)}:
             core, exact = build(name, args, dtype=parameters), build(name, args)
+            q, k, v = inputs_of(core, dtype=dtype)
             exact.load_state_dict(core.state_dict())  # drawn parameters differ between dtypes
             expected = exact(q.double(), k.double(), v.double())
             out = core(q, k, v)
@@ -62,7 +62,7 @@ def check_dtypes(name: str, **args: Any) -> None:
 def check_gradients(name: str, **args: Any) -> None:
     """Gradients of q, k and v against the reference's; theirs and every parameter's against finite differences."""
     core = build(name, args)
-    leaves = inputs(value_dim=3, grad=True)
+    leaves = inputs_of(core, value_dim=3, grad=True)
     weight = random(2, HEADS, TOKENS, 3)
     got = torch.autograd.grad((core(*leaves) * weight).sum(), leaves)
     expected = torch.autograd.grad((core.reference(*leaves, **args) * weight).sum(), leaves)
@@ -71,7 +71,7 @@ def check_gradients(name: str, **args: Any) -> None:
 
     core = build(name, args, dim=3, tokens=4)
     names = [n for n, _ in core.named_parameters()]
-    tensors = [*inputs(4, dim=3, value_dim=2, grad=True)]
+    tensors = [*inputs_of(core, 4, value_dim=2, grad=True)]
     tensors += [p.detach().requires_grad_() for p in core.parameters()]
     for mask in declared_masks(core, 4):
 
@@ -87,7 +87,7 @@ def check_gradients(name: str, **args: Any) -> None:
 def check_strides(name: str, **args: Any) -> None:
     """Inputs and output gradients that do not lie contiguously in memory."""
     core = build(name, args)
-    q, k, v = inputs()
+    q, k, v = inputs_of(core)
     weight = random(2, HEADS, TOKENS, DIM)
     expected = gradients(core, (q, k, v), NO_MASK, weight)
     # As a layer's projection leaves them, every second channel of a wider tensor, and transposed.
@@ -100,7 +100,7 @@ def check_degenerate(name: str, **args: Any) -> None:
     """Negative scores only, or all-zero queries and keys: finite values and gradients, other samples untouched."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         core = build(name, args, dtype=dtype)
-        q, k, v = inputs(batch=3, dtype=dtype)
+        q, k, v = inputs_of(core, batch=3, dtype=dtype)
         q[0], k[0] = 1, -1
         q[1], k[1] = 0, 0
         weight = random(3, HEADS, TOKENS, DIM).to(dtype)
@@ -117,11 +117,11 @@ def check_degenerate(name: str, **args: Any) -> None:
 def check_nan(name: str, **args: Any) -> None:
     """NaN in gives NaN out, in that head of that sample and nowhere else."""
     core = build(name, args)
-    clean = inputs()
-    for mask, position in product(declared_masks(core), range(3)):
+    clean = inputs_of(core)
+    for mask, position, channel in product(declared_masks(core), range(3), (0, -1)):
         expected = core(*clean, mask)
         poisoned = [x.clone() for x in clean]
-        poisoned[position][0, 0, 3, 0] = float("nan")
+        poisoned[position][0, 0, 3, channel] = float("nan")
         out = core(*poisoned, mask)
         assert out[0, 0].isnan().any(), f"NaN in {'qkv'[position]} is hidden"
         all_close([out[0, 1], out[1]], [expected[0, 1], expected[1]])
@@ -131,9 +131,9 @@ def check_half_precision(name: str, **args: Any) -> None:
     """At 4096 tokens float16 and bfloat16 stay within 1 % of float64, also at 100 times normal input; gradients 3 %."""
     tokens, dim = 4096, 8
     for dtype, factor in product((torch.float16, torch.bfloat16), (1, 100)):
-        half = [(x * factor).to(dtype) for x in inputs(tokens, batch=1, heads=1, dim=dim)]
-        weight = random(1, 1, tokens, dim).to(dtype)
         core, exact = (build(name, args, heads=1, dim=dim, tokens=tokens, dtype=d) for d in (dtype, torch.float64))
+        half = [(x * factor).to(dtype) for x in inputs_of(core, tokens, batch=1)]
+        weight = random(1, 1, tokens, dim).to(dtype)
         exact.load_state_dict(core.state_dict())  # the same rounded parameters
         got = gradients(core, half, NO_MASK, weight)
         expected = gradients(exact, [x.double() for x in half], NO_MASK, weight.double())
@@ -149,7 +149,7 @@ def check_half_precision(name: str, **args: Any) -> None:
 def check_autocast(name: str, **args: Any) -> None:
     """Under autocast the mechanism computes as without it, and a layer stays near its float32 output."""
     core, layer = build(name, args, dtype=torch.float32), build_layer(name, args, dtype=torch.float32)
-    q, k, v = inputs(dtype=torch.float32)
+    q, k, v = inputs_of(core, dtype=torch.float32)
     x = random(2, TOKENS, HEADS * DIM).float()
     with torch.autocast("cpu", torch.bfloat16):
         out, mixed = core(q, k, v), layer(x)
@@ -162,8 +162,9 @@ def check_autocast(name: str, **args: Any) -> None:
 
 def check_dropout(name: str, **args: Any) -> None:
     """`attn_drop` keeps the expectation in training and is off in evaluation; or the constructor refuses it."""
-    q, k, v = inputs(batch=1)
-    plain = build(name, args)(q, k, v)
+    core = build(name, args)
+    q, k, v = inputs_of(core, batch=1)
+    plain = core(q, k, v)
     assert_close(build(name, args).train()(q, k, v), plain, **EXACT)
     try:
         core = build(name, args, attn_drop=0.4)

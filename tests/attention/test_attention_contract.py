@@ -29,14 +29,19 @@ VARIANTS = [
     ("nystromformer", {"conv_kernel": 0}),
     ("nystromformer", {"conv_kernel": 3, "num_landmarks": 3}),
     ("performer", {"num_features": 3}),
+    ("agf", {"form": "svd"}),
+    ("agf", {"form": "uv", "orthogonality": 0.0}),
+    ("agf", {"basis": "monomial", "order": 3, "theta0_trainable": True}),
+    ("agf", {"a": 2.0, "b": -2.0, "order": 10}),
+    ("singularformer", {"rank": 3}),
 ]
 
 
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", list_mechanisms())
 def test_contract(name, check):
-    if check is testing.check_compile and name in PEERS:
-        # One graph, forward and backward, without Inductor's C++, which takes 2 minutes for these seven;
+    if check is testing.check_compile and name in (*PEERS, "agf"):
+        # One graph, forward and backward, without Inductor's C++, which takes minutes for these;
         # `python -m infvit.testing NAME` has it.
         check(name, backend="aot_eager")
     else:

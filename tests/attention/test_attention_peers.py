@@ -14,14 +14,26 @@ from infvit.attention.linear_transformer import CHUNK, causal_sums, elu_plus_one
 from infvit.attention.nystromformer import iterative_pinv, segment_means
 from infvit.attention.performer import orthogonal_features
 from infvit.errors import ConfigError
-from infvit.testing.cases import DIM, EXACT, HEADS, TOKENS, build, declared_masks, inputs, random, with_tokens
+from infvit.testing.cases import (
+    DIM,
+    EXACT,
+    HEADS,
+    TOKENS,
+    build,
+    declared_masks,
+    inputs,
+    inputs_of,
+    random,
+    with_tokens,
+)
 
 FACTORED = [name for name in list_mechanisms() if issubclass(get_mechanism(name), FactoredAttention)]
 NEUTRAL = {"atol": 1e-11, "rtol": 1e-11}
 
 
 def test_the_peers_are_factored():
-    assert FACTORED == ["cosformer", "efficient", "linear_transformer", "linformer", "nystromformer", "performer"]
+    peers = ["cosformer", "efficient", "linear_transformer", "linformer", "nystromformer", "performer"]
+    assert ["agf", *peers, "singularformer"] == FACTORED
 
 
 @pytest.mark.parametrize("name", FACTORED)
@@ -37,9 +49,10 @@ def test_the_cost_is_linear_in_the_tokens(name: str):
     def flops(tokens: int, mask: Mask) -> int:
         cls = get_mechanism(name)
         core = cls(HEADS, DIM, device="meta", **with_tokens(cls, {}, tokens))
-        q = torch.empty(1, HEADS, tokens, DIM, device="meta")
+        k = torch.empty(1, HEADS, tokens, DIM, device="meta")
+        q = torch.empty(1, HEADS, tokens, DIM + core.extra_dim, device="meta")
         with FlopCounterMode(display=False) as counter:
-            core(q, q, q, mask)
+            core(q, k, k, mask)
         return counter.get_total_flops()
 
     kinds = [Mask(), Mask(causal=True)] if get_mechanism(name).capabilities.causal else [Mask()]
@@ -51,7 +64,7 @@ def test_the_cost_is_linear_in_the_tokens(name: str):
 @pytest.mark.parametrize("name", FACTORED)
 def test_token_maps_are_those_of_the_matrix(name: str):
     core = build(name, {}, tokens=TOKENS)
-    q, k, _ = inputs()
+    q, k, _ = inputs_of(core)
     assert core.token_maps[0] == "class_token"
     for mask in declared_masks(core):
         matrix = core.matrix(q, k, mask)
@@ -60,10 +73,10 @@ def test_token_maps_are_those_of_the_matrix(name: str):
         assert_close(core.token_map(q, k, mask, "in_degree"), matrix.sum(-2) * keys, **EXACT)
 
 
-@pytest.mark.parametrize("name", ["efficient", "performer", "linear_transformer", "cosformer"])
+@pytest.mark.parametrize("name", ["efficient", "performer", "linear_transformer", "cosformer", "singularformer"])
 def test_rows_of_the_matrix_sum_to_one(name: str):
     core = build(name, {})
-    q, k, _ = (x.abs() for x in inputs())  # cosFormer: ReLU leaves something of every query
+    q, k, _ = (x.abs() for x in inputs_of(core))  # cosFormer: ReLU leaves something of every query
     for mask in declared_masks(core):
         sums = core.matrix(q, k, mask).sum(-1)
         real = torch.ones_like(sums) if mask.queries is None else mask.queries[:, None].expand_as(sums).double()

@@ -11,8 +11,9 @@ from torch import nn
 
 from infvit.models.infvit import PEERS
 
-# Those that differ from `vit_4l` in the mechanism only have tests of their own: test_model_peers.py.
-MODELS = [name for name in timm.list_models(module="infvit") if name.removeprefix("vit_4l_") not in PEERS]
+# Those with the mechanisms of other papers have tests of their own: test_model_peers.py, test_model_agf.py.
+OTHERS = {f"vit_4l_{attention}" for attention in PEERS} | set(timm.list_models("*agf*", module="infvit"))
+MODELS = [name for name in timm.list_models(module="infvit") if name not in OTHERS]
 MINIS = [name for name in MODELS if name.endswith("_mini")]
 SMALL: dict[str, Any] = {"depth": 2, "num_classes": 10}
 NARROW: dict[str, Any] = {**SMALL, "embed_dim": 128, "img_size": 64}

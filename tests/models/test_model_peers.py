@@ -20,12 +20,16 @@ Build = Callable[..., nn.Module]
 Images = Callable[..., Tensor]
 
 TOKENS = 197
-ADDED = {"linformer": 4 * 2 * 64 * TOKENS, "nystromformer": 4 * 64 * 35}
-"""Parameters beyond those of `vit_4l`: E and F of four layers, one kernel for each of 64 heads of four layers."""
+ADDED = {
+    "linformer": 4 * 2 * 64 * TOKENS,
+    "nystromformer": 4 * 64 * 35,
+    "singularformer": 4 * (1024 * 1024 + 1024),
+}
+"""Parameters beyond those of `vit_4l`, in four layers: E and F, one kernel for each of 64 heads, a projection."""
 
 
 def test_every_mechanism_that_is_not_ours_is_a_peer():
-    assert {*PEERS, "softmax", "infsa_pure", "infsa_linear"} == set(list_mechanisms())
+    assert {*PEERS, "softmax", "infsa_pure", "infsa_linear", "agf"} == set(list_mechanisms())
 
 
 @pytest.mark.parametrize("attention", PEERS)
@@ -34,7 +38,7 @@ def test_peers_differ_from_the_baseline_in_the_mechanism_only(attention: str):
     model, baseline = (timm.create_model(n, device="meta") for n in (name, "vit_4l"))
     own, theirs = model.state_dict(), baseline.state_dict()
     extra = own.keys() - theirs.keys()
-    assert all(".attn.core." in key for key in extra)
+    assert all(".attn.core." in key or ".attn.extra." in key for key in extra)
     assert {key: own[key].shape for key in theirs} == {key: value.shape for key, value in theirs.items()}
     assert sum(p.numel() for p in model.parameters()) == 57_650_152 + ADDED.get(attention, 0)
     assert {module.core.name for module in model.modules() if isinstance(module, AttentionLayer)} == {attention}

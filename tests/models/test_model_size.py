@@ -69,7 +69,8 @@ def counted(model: torch.nn.Module) -> int:
 
 def test_the_table_covers_every_registered_model():
     peers = [f"vit_4l_{attention}" for attention in PEERS]  # in test_model_peers.py
-    assert sorted([*MODELS, *peers]) == sorted(timm.list_models(module="infvit"))
+    agf = ["agf_4l", "agf_mini", "deit_small_agf", "deit_tiny_agf"]  # in test_model_agf.py
+    assert sorted([*MODELS, *peers, *agf]) == sorted(timm.list_models(module="infvit"))
 
 
 @pytest.mark.parametrize("name", MODELS)

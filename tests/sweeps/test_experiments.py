@@ -15,6 +15,8 @@ from infvit.reports.published import IMAGENET
 
 EXPERIMENTS = {path.stem: path for path in (Path(__file__).resolve().parents[2] / "configs/experiment").glob("*.yaml")}
 ROWS = {f"{model}_imagenet": model for model in IMAGENET}
+JOBS = {"ablation_gamma": 4, "ablation_activation": 3, "ablation_agf_k": 6, "ablation_agf_gamma": 6,
+        "ablation_agf_filter": 3}  # fmt: skip
 SMALL = ("model.args.depth=1", "model.args.embed_dim=24", "model.args.num_heads=2", "data.img_size=32",
          "data.num_workers=0", "batch_size=8", "max_steps=2", "engine.device=cpu")  # fmt: skip
 
@@ -25,7 +27,7 @@ def hours(model: str) -> float:
 
 
 def test_there_is_one_for_each_published_row_and_each_ablation() -> None:
-    assert EXPERIMENTS.keys() == ROWS.keys() | {"ablation_gamma", "ablation_activation"}
+    assert EXPERIMENTS.keys() == ROWS.keys() | JOBS.keys() | {"agf_imagenet", "agf_imagenet100"}
 
 
 @pytest.mark.parametrize(("name", "model"), ROWS.items())
@@ -50,6 +52,18 @@ def test_headers_of_ablations(name: str, jobs: int) -> None:
     assert f"python train.py -m experiment={name} " in text
 
 
+def test_headers_of_agf() -> None:
+    cost = 3 * count_flops(ModelConfig("deit_small_agf"), 1000, 3, 224) * 300 / (0.4 * 312e12) / 3600
+    for name, images, figure in (("agf_imagenet", 1_281_167, "80.3"), ("agf_imagenet100", 126_689, "81.3")):
+        text = EXPERIMENTS[name].read_text()
+        assert f"python train.py experiment={name} data.root=/path/to/imagenet\n" in text
+        assert f"Expected: top-1 {figure} %" in text
+        assert "arXiv 2505.08516. Not run here." in text
+        hours = re.search(r"Cost, an estimate: ([\d.]+) A100 hours = 3 x ([\d.]+) GFLOPs", text)
+        assert hours is not None
+        assert float(hours[1]) == round(cost * images, 1)
+
+
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     """Class folders with eight images a class and split."""
@@ -66,10 +80,10 @@ def images(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS))
 def test_two_steps(command: Callable, images: Path, tmp_path: Path, name: str) -> None:
     """With its own recipe, on images of two classes, at another size; of an ablation all jobs."""
-    ended = command(f"experiment={name}", "data=folder", f"data.root={images}", *SMALL)
+    ended = command(f"experiment={name}", "data=folder", f"data.root={images}", "data.classes=null", *SMALL)
     assert ended.code == 0, ended.err
     files = list(tmp_path.glob("runs/**/metrics.jsonl"))
-    assert len(files) == {"ablation_gamma": 4, "ablation_activation": 3}.get(name, 1)
+    assert len(files) == JOBS.get(name, 1)
     for file in files:
         row = json.loads(file.read_text().splitlines()[-1])
         assert row["update"] == 2

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infvit.attention import AttentionLayer
+from infvit.attention import AttentionLayer, collect_losses
 from infvit.config import ModelConfig, RecipeConfig
 from infvit.engine.device import autocast
 from infvit.errors import ConfigError
@@ -66,7 +66,7 @@ def prepare(cell: Cell, device: torch.device, precision: torch.dtype, compiled: 
     """Builds what a cell measures, with random weights and images.
 
     Inference: weights and images in the precision. Training: float32 weights under autocast, as `train.py` does it;
-    a step is forward, cross-entropy, backward and AdamW.
+    a step is forward, cross-entropy (and the model's own loss, if it has one), backward and AdamW.
 
     Raises:
         ConfigError: see `create`; or the attention function alone of a model that has none of ours.
@@ -87,10 +87,12 @@ def prepare(cell: Cell, device: torch.device, precision: torch.dtype, compiled: 
 
     def step(forward: Callable[..., Tensor]) -> float:
         optimizer.zero_grad(set_to_none=True)
-        with autocast(device, precision):
-            logits = forward(images)
-            loss = F.cross_entropy(logits, labels % logits.shape[-1])
-        scaler.scale(loss).backward()
+        with collect_losses(model) as own_loss:
+            with autocast(device, precision):
+                logits = forward(images)
+                loss = F.cross_entropy(logits, labels % logits.shape[-1])
+            own = own_loss()
+            scaler.scale(loss if own is None else loss + own / cell.batch).backward()
         scaler.step(optimizer)
         scaler.update()
         return float(loss.detach())
@@ -105,7 +107,10 @@ def _attention(cell: Cell, model: nn.Module, device: torch.device, precision: to
         raise ConfigError(f"efficiency.scopes: attention: {cell.model} has none of our attention layers.")
     core, training = layer.core.to(device), cell.mode == "training"
     shape = (cell.batch, layer.num_heads, tokens, layer.head_dim)
-    q, k, v = (torch.randn(shape, device=device, dtype=precision, requires_grad=training) for _ in range(3))
+    widths = (layer.head_dim + core.extra_dim, layer.head_dim, layer.head_dim)
+    q, k, v = (
+        torch.randn(*shape[:-1], width, device=device, dtype=precision, requires_grad=training) for width in widths
+    )
     if not training:
         return _inference(core, (q, k, v), compiled)
     gradient = torch.randn(shape, device=device, dtype=precision)
