@@ -13,11 +13,22 @@ from infvit.data.class_list import read_class_list
 from infvit.data.ground_truth import imagenet_classes
 from infvit.engine import checkpoint
 from infvit.errors import CheckpointError, ConfigError, did_you_mean
-from infvit.evaluation.rebuild import Rebuilt, from_stored
+from infvit.evaluation.rebuild import Rebuilt, from_stored, rebuild
 from infvit.models.build import build_model
 from infvit.models.weights import load_weights, pretrained_state
 
 REMOTE = "timm/"
+
+
+def open_model(config: EvalConfig) -> Rebuilt:
+    """Builds the model that `checkpoint` and `model` name: that of a run, or one of timm's registry.
+
+    Raises:
+        UserError: as `rebuild` and `baseline`.
+    """
+    if config.model.name or str(config.checkpoint).startswith(REMOTE):
+        return baseline(config)
+    return rebuild(str(config.checkpoint), config.weights, config.data)
 
 
 def baseline(config: EvalConfig) -> Rebuilt:

@@ -12,16 +12,22 @@ from infvit.engine.device import select_device, select_precision
 from infvit.engine.plan import import_modules
 from infvit.engine.processes import Processes, join_processes
 from infvit.evaluation.accuracy import accuracy
-from infvit.evaluation.baseline import REMOTE, baseline
+from infvit.evaluation.attention_quality import evaluate_attention_quality
+from infvit.evaluation.baseline import open_model
 from infvit.evaluation.check import check
 from infvit.evaluation.compare import compare
 from infvit.evaluation.files import require_writable, result_folder, result_path
 from infvit.evaluation.imagenet import open_sets, require_known, score_set, show, write_csv
-from infvit.evaluation.rebuild import Rebuilt, rebuild
+from infvit.evaluation.maps import evaluate_maps
+from infvit.evaluation.rebuild import Rebuilt
 
 log = logging.getLogger(__name__)
 
-EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]]] = {"accuracy": accuracy}
+EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]]] = {
+    "accuracy": accuracy,
+    "attention_quality": evaluate_attention_quality,
+    "maps": evaluate_maps,
+}
 """What can be evaluated besides the sets of ImageNet, which share a table."""
 
 
@@ -42,8 +48,7 @@ def evaluate(config: EvalConfig) -> dict[str, dict[str, Any]]:
         import_modules(config.imports)
         device = select_device(config.device)
         select_precision(config.precision, device)
-        remote = bool(config.model.name) or str(config.checkpoint).startswith(REMOTE)
-        rebuilt = baseline(config) if remote else rebuild(str(config.checkpoint), config.weights, config.data)
+        rebuilt = open_model(config)
         sets = open_sets(config, rebuilt, [name for name in config.eval if name in NAMES])
         if processes.first:
             require_writable(result_folder(config, rebuilt))
@@ -71,9 +76,12 @@ def _write(path: Path, result: Any) -> None:
 
 
 def _lines(result: dict[str, Any]) -> str:
-    """Returns a result as lines of name and value; floats are shortened, the JSON file has all digits."""
+    """Returns a result as lines of name and value; floats are shortened, the JSON file has all digits.
+
+    Values that are tables are left out: who makes them shows them.
+    """
 
     def shown(value: Any) -> str:
         return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
 
-    return "\n".join(f"{name:<14} {shown(value)}" for name, value in result.items())
+    return "\n".join(f"{name:<14} {shown(v)}" for name, v in result.items() if not isinstance(v, dict | list))
