@@ -63,7 +63,8 @@ class Perturber:
         """
         targets = logits.argmax(1).tolist()
         intact = probabilities(logits)
-        fillings = self.filling(images).expand_as(images)
+        fillings = self.filling(images)
+        fillings = fillings.expand(len(images), *fillings.shape[1:])
         orders = [removal_ranks(maps, True), removal_ranks(maps, False)]
         for row, (index, target) in enumerate(zip(indices, targets, strict=True)):
             scores = self.scores[index] = np.full((len(CURVES), len(SHARES)), np.nan)

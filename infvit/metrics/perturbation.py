@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import functional as transforms
+from torchvision.transforms import functional as transforms
 
 from infvit.errors import ConfigError
 
