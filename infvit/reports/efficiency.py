@@ -21,7 +21,8 @@ PLAIN = (
 )
 NOTES = """\
 Latency: median [quartiles] of one call, all models of a group called in turn in one process, warmed up and
-synchronised. Inference: weights in the precision, double projections folded (`infvit.reparameterize`). Training: a
+synchronised. Inference: weights in the precision, our models in their form for inference (`infvit.reparameterize`:
+output projections folded, last MLP on the class token only). Training: a
 whole step (forward, cross-entropy, backward, AdamW), float32 weights under autocast. Memory: highest point of a fresh
 process above what it held before the call, weights not included (training: gradients and AdamW's averages are). FLOPs:
 matrix products and convolutions of one image, 1 MAC = 2 FLOPs, counted along the path without fused kernels; training:
