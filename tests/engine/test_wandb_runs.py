@@ -131,7 +131,8 @@ def test_all_of_a_run_arrives(
     assert found["steps"]["*"] == "epoch"
     assert len(found["rows"]) == 2
     for arrived, row in zip(found["rows"], rows(folder), strict=True):
-        row["gamma/0"] = row.pop("gamma")[0]
+        for name in ("gamma", "dead_heads", "dead_rows", "spectral_radius"):
+            row[f"{name}/0"] = row.pop(name)[0]
         assert {name: arrived[name] for name in row} == row
         assert arrived["_step"] == row["epoch"]
     assert ["attention.path" in row for row in found["rows"]] == [True, False]

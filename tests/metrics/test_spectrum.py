@@ -76,6 +76,15 @@ def test_eigenvector_against_scipy(size: int, activation: str) -> None:
         assert float(found.value[at]) == pytest.approx(scipy.linalg.eigvalsh(matrices[at].numpy())[-1], rel=1e-12)
 
 
+def test_the_iteration_finds_the_eigenvector_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the dense solver, which would take minutes at 4096 tokens."""
+    monkeypatch.setattr(spectrum, "_exact", None)
+    q = torch.randn(4, 100, 8, dtype=torch.float64)
+    matrices = (q @ q.mT).relu()
+    for vector, matrix in zip(leading_eigenvector(matrices).vector.numpy(), matrices.numpy(), strict=True):
+        assert vector == pytest.approx(perron(matrix), abs=1e-8)
+
+
 def test_rank_one_is_its_own_eigenvector() -> None:
     u = torch.rand(1, 40, 1, dtype=torch.float64)
     found = leading_eigenvector(u @ u.mT)
