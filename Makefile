@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: train test lint mutants faults bench docs clean
+.PHONY: train test lint mutants faults quality bench docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,9 @@ mutants: $(READY) ## plant bugs one by one; each must fail a test
 
 faults: $(READY) ## kill real runs everywhere and compare; ARGS="-k worker" for some, FAULTS_SEED=7 for others
 	FAULTS_WHOLE=1 OMP_NUM_THREADS=1 $(RUN)/python -m pytest tests/faults -vv $(ARGS)
+
+quality: $(READY) ## attention quality of softmax, Pure and Linear on embedded data: 9 small runs and a table
+	$(RUN)/python benchmarks/quality.py $(ARGS)
 
 bench: $(READY)
 	$(RUN)/python benchmarks/attention.py

@@ -310,6 +310,37 @@ class TrainConfig:
 
 
 @dataclass
+class QualityConfig:
+    """How `eval=attention_quality` and `eval=maps` look into a model ([Attention quality](attention-quality.md))."""
+
+    annotations: str | None = key(
+        None, "boxes: a folder of VOC-style XML files or a COCO JSON file (digit_scenes: own)"
+    )
+    image_list: str | None = key(None, "images to take: a file of one a line, or images_*.csv of an earlier result")
+    perturbation_images: int = key(1000, "images for MoRF and LeRF, drawn by seed; all if there are no more; 0: none")
+    localization_images: int = key(2088, "annotated images for ROC and PR, drawn by seed likewise; 0: none")
+    map_images: int = key(4, "images that eval=maps draws")
+    seed: int = key(0, "draws the images, and the random order of removal")
+    map: str | None = key(None, "weights, in_degree, katz or class_token, as the mechanism has them; null: its default")
+    block: int = key(-1, "attention layer whose map is taken, from 0; negative: from the end")
+    heads: str = key("mean", "mean or max over the heads, or the number of one head, from 0")
+    fill: str = key("mean", "removed patches become the data set's mean colour, black, or a blur of the image")
+    blur_sigma: float = key(10.0, "of fill=blur, in pixels of the image that the model sees")
+
+    def __post_init__(self) -> None:
+        choices = ("mean", "black", "blur")
+        _require(self.fill in choices, f"quality.fill={self.fill!r} must be one of {', '.join(choices)}.")
+        _require(
+            self.heads in ("mean", "max") or self.heads.isdecimal(),
+            f"quality.heads={self.heads!r} must be mean, max or the number of a head.",
+        )
+        _require_range(self, "quality.", "perturbation_images localization_images", 0)
+        _require_range(self, "quality.", "map_images", 1)
+        _require_range(self, "quality.", "seed", 0, 2**32 - 1)
+        _require(self.blur_sigma > 0, f"quality.blur_sigma={self.blur_sigma} must be positive.")
+
+
+@dataclass
 class EvalConfig:
     """Everything `eval.py` knows. Keys left at null are taken from the checkpoint."""
 
@@ -319,8 +350,9 @@ class EvalConfig:
     weights: str = key("raw", "raw or ema")
     data: dict[str, Any] = key({}, "data keys that replace those of the checkpoint")
     roots: dict[str, Any] = key({}, "folder of one ImageNet set outside data.root, e.g. `roots.imagenet_a=/data/a`")
+    quality: QualityConfig = field(default_factory=QualityConfig)
     runs: list[str] = key(
-        [], "for eval=compare: two run folders, or two files of predictions; for eval=oversmoothing: further models"
+        [], "for eval=compare: two run folders, or two files of predictions; for maps, oversmoothing: further models"
     )
     num_images: int | None = key(
         None, "for eval=alignment, health, markov, oversmoothing: images, evenly spread over the split (64, 16, 8, 64)"
@@ -350,8 +382,8 @@ class EvalConfig:
         compares = self.eval == ["compare"]
         _require(not compares or len(self.runs) == 2, "eval=compare needs two runs: 'runs=[runs/first,runs/second]'.")
         _require(
-            compares or self.eval == ["oversmoothing"] or not self.runs,
-            "runs=... is for eval=compare and eval=oversmoothing; name one run with checkpoint=...",
+            compares or self.eval in (["maps"], ["oversmoothing"]) or not self.runs,
+            "runs=... is for eval=compare, maps and oversmoothing; name one run with checkpoint=...",
         )
         _require(self.num_images is None or self.num_images >= 1, f"num_images={self.num_images} must be at least 1.")
         _require(self.weights in WEIGHTS, f"weights={self.weights!r} must be one of {', '.join(WEIGHTS)}.")

@@ -3,6 +3,7 @@
 python -m infvit.report SWEEP_FOLDER              the ablation table: report.md, .csv, .tex, .png
 python -m infvit.report RUN_FOLDER                the model card: README.md
 python -m infvit.report FOLDERS --html out.html   one page of all runs in and below the folders
+python -m infvit.report FOLDERS --quality DIR     attention quality of several models: quality.md, .csv, .tex, .png
 python -m infvit.report RUN_FOLDER --export DIR   the model for timm, in a folder
 python -m infvit.report RUN_FOLDER --push ORG/NAME    the same on the Hugging Face hub
 """
@@ -17,6 +18,7 @@ from infvit.errors import UserError
 from infvit.reports.ablation import write_ablation
 from infvit.reports.card import export, push, write_card
 from infvit.reports.page import write_page
+from infvit.reports.quality import write_quality
 from infvit.reports.runs import find_runs, is_run
 
 
@@ -35,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path, help="a run, a sweep, or a folder of them")
     parser.add_argument("--html", type=Path, help="write one page of all runs to this file")
     parser.add_argument("--every", type=float, help="with --html: write it again every so many seconds, until Ctrl-C")
+    parser.add_argument("--quality", type=Path, help="write the comparison of attention quality to this folder")
     parser.add_argument("--export", type=Path, help="save the model of a run for timm in this folder")
     parser.add_argument("--push", help="push the model of a run to this repository of the Hugging Face hub")
     parser.add_argument("--weights", choices=("raw", "ema"), default="raw", help="which weights to export or push")
@@ -52,6 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(options: argparse.Namespace) -> None:
     if options.html is not None:
         _page(options)
+        return
+    if options.quality is not None:
+        print(write_quality(options.folders, options.quality).read_text())
         return
     for folder in options.folders:
         if options.export is not None or options.push is not None:

@@ -92,8 +92,9 @@ class PureInfSA(InfSA):
         return self.decay() * pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask)
 
     def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
-        matrix = pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask)
-        return matrix.sum(-2) if kind == "in_degree" else katz_centrality(self.decay() * matrix)
+        if kind == "katz":
+            return katz_centrality(self._matrix(q, k, mask))
+        return pure_infsa_matrix(q * self.scale, k * self.scale, self.phi, mask).sum(-2)
 
     @staticmethod
     def reference(

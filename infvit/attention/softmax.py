@@ -69,6 +69,8 @@ class SoftmaxAttention(Mechanism):
         return torch.where(empty, weights.new_zeros(()), weights)
 
     def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
+        if kind == "class_token" and mask == Mask():
+            q = q[..., :1, :]  # one row instead of all of them
         matrix = self._matrix(q, k, mask)
         return matrix[..., 0, :] if kind == "class_token" else matrix.sum(-2)
 

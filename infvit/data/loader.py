@@ -169,15 +169,18 @@ def build_eval_loader(
     rank: int = 0,
     world_size: int = 1,
     exclude_damaged: bool = False,
+    whole_batches: bool = False,
 ) -> DataLoader[EvalBatch]:
     """Returns a loader of this process's share of a split (`EvalBatch`).
 
     Over all processes each image comes exactly once: nothing is padded, the last batch may be smaller, and a process
     may have no batch at all. A damaged image raises `DataError` with its path when its batch is reached, or is left out
-    and named in `EvalBatch.damaged`.
+    and named in `EvalBatch.damaged`. With `whole_batches` it is batches, not images, that are dealt out, so that each
+    holds the same images whatever the number of processes.
     """
-    mine = range(rank, len(source), world_size)
+    mine = range(len(source)) if whole_batches else range(rank, len(source), world_size)
     batches = [mine[at : at + batch_size] for at in range(0, len(mine), batch_size)]
+    batches = batches[rank::world_size] if whole_batches else batches
     return _loader(
         Loader if exclude_damaged else EvalLoader,
         EvalDataset(source, transform),

@@ -13,11 +13,13 @@ from infvit.engine.plan import import_modules
 from infvit.engine.processes import Processes, join_processes
 from infvit.evaluation.accuracy import accuracy
 from infvit.evaluation.alignment import evaluate_alignment
+from infvit.evaluation.attention_quality import evaluate_attention_quality
 from infvit.evaluation.baseline import open_model
 from infvit.evaluation.check import check
 from infvit.evaluation.compare import compare
 from infvit.evaluation.files import require_writable, result_folder, result_path
 from infvit.evaluation.imagenet import open_sets, require_known, score_set, show, write_csv
+from infvit.evaluation.maps import evaluate_maps
 from infvit.evaluation.markov import evaluate_markov
 from infvit.evaluation.matrices import evaluate_health
 from infvit.evaluation.oversmoothing import evaluate_oversmoothing
@@ -28,7 +30,9 @@ log = logging.getLogger(__name__)
 EVALUATIONS: dict[str, Callable[[EvalConfig, Rebuilt, Processes], dict[str, Any]]] = {
     "accuracy": accuracy,
     "alignment": evaluate_alignment,
+    "attention_quality": evaluate_attention_quality,
     "health": evaluate_health,
+    "maps": evaluate_maps,
     "markov": evaluate_markov,
     "oversmoothing": evaluate_oversmoothing,
 }

@@ -122,14 +122,19 @@ def attention_calls(model: nn.Module, images: Tensor) -> list[AttentionCall]:
     Raises:
         ConfigError: the model has no patch grid, or attention that cannot be read. The message names it.
     """
+    return observe(model, images)[1]
+
+
+def observe(model: nn.Module, images: Tensor) -> tuple[Tensor, list[AttentionCall]]:
+    """Returns a model's output beside its `attention_calls`, from the same pass."""
     model = _unwrapped(model)
     recorder = _Recorder(model, images)
     with torch.no_grad(), _evaluating(model), _fused(recorder.names), recorder.hooks(), recorder:
-        model(images)
+        output: Tensor = model(images)
     missed = [name for layer, name in recorder.names.items() if all(layer is not call.layer for call in recorder.calls)]
     if missed:
         raise ConfigError(f"{missed[0]} took no part in the forward pass of {type(model).__name__}; it has no map.")
-    return recorder.calls
+    return output, recorder.calls
 
 
 @torch.no_grad()
@@ -195,7 +200,9 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.model = type(model).__name__
         self.batch = len(images)
-        self.prefix, self.grid = _layout(model, images)
+        if images.ndim != 4:
+            raise ConfigError(f"images must be (B, C, height, width), not {tuple(images.shape)}.")
+        self.prefix, self.grid = patch_layout(model, (images.shape[-2], images.shape[-1]))
         self.class_token = getattr(model, "cls_token", None) is not None
         known = (AttentionLayer, *TIMM_LAYERS)
         self.names: dict[nn.Module, str] = {m: name for name, m in model.named_modules() if isinstance(m, known)}
@@ -280,8 +287,13 @@ class _Recorder(TorchFunctionMode):
         self.entered.append((query, key, attn_mask))
 
 
-def _layout(model: nn.Module, images: Tensor) -> tuple[int, tuple[int, int]]:
-    """Returns the number of prefix tokens and the patch grid."""
+def patch_layout(model: nn.Module, size: tuple[int, int]) -> tuple[int, tuple[int, int]]:
+    """Returns the number of prefix tokens and the patch grid for images of a height and width.
+
+    Raises:
+        ConfigError: the model has no patch grid.
+    """
+    model = _unwrapped(model)
     prefix = getattr(model, "num_prefix_tokens", None)
     feat_size = getattr(getattr(model, "patch_embed", None), "dynamic_feat_size", None)
     if not isinstance(prefix, int) or feat_size is None:
@@ -289,9 +301,7 @@ def _layout(model: nn.Module, images: Tensor) -> tuple[int, tuple[int, int]]:
             f"{type(model).__name__} is not a vision transformer with prefix tokens and one patch grid, as timm's are; "
             "there is no map to show."
         )
-    if images.ndim != 4:
-        raise ConfigError(f"images must be (B, C, height, width), not {tuple(images.shape)}.")
-    rows, columns = feat_size((images.shape[-2], images.shape[-1]))
+    rows, columns = feat_size(size)
     return prefix, (int(rows), int(columns))
 
 

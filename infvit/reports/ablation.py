@@ -12,8 +12,8 @@ from infvit.reports.published import ABLATION
 from infvit.reports.runs import RunView, find_runs
 from infvit.reports.tables import PENDING, Cell, Row, Table
 
-# Metric, its row, its digits, and whether a run folder holds it already: the others come with attention quality and
-# efficiency, and are shown as pending until then.
+# Metric, its row, its digits, and whether every run that is done has it: the others are shown as pending until
+# eval=attention_quality has been run, or (latency) can be.
 METRICS = (
     ("top1", "top-1 (%)", 2, True),
     ("ema_top1", "top-1, EMA weights (%)", 2, True),

@@ -13,7 +13,8 @@ from infvit.errors import UserError
 from infvit.evaluation.rebuild import Rebuilt, rebuild
 from infvit.models.build import count_flops, count_parameters, model_arguments
 from infvit.reports.published import IMAGENET, SOURCE
-from infvit.reports.runs import RunView, is_run, read_run
+from infvit.reports.published import QUALITY as PUBLISHED_QUALITY
+from infvit.reports.runs import QUALITY, RunView, is_run, read_run
 
 FRONT = """\
 ---
@@ -69,6 +70,7 @@ def card_text(folder: Path) -> str:
         "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in facts + _environment(folder))]),
         "## Scores",
         _scores(run),
+        *_quality(run),
         *_evaluations(folder),
         *_figures(folder),
         *use,
@@ -121,6 +123,23 @@ def _scores(run: RunView) -> str:
     if published and run.config["data"]["name"] == "imagenet":
         text += f"\n\nPublished for this model: top-1 {published[0]} % on ImageNet-1K ({SOURCE})."
     return text
+
+
+def _quality(run: RunView) -> list[str]:
+    """Returns the measures of attention quality with what chance gives, and the published ones of this model."""
+    if not run.quality:
+        return []
+    chance = {"morf": run.quality["random_aoc"], "lerf": run.quality["random_auc"], "roc": 50.0,
+              "pr": run.quality["prevalence"]}  # fmt: skip
+    published = (
+        PUBLISHED_QUALITY.get(run.config["model"]["name"], {}) if run.config["data"]["name"] == "imagenet" else {}
+    )
+    lines = ["| | measured (%) | sd over images | chance | published |", "|---|---|---|---|---|"]
+    for metric, name in QUALITY.items():
+        figures = [run.quality[name], run.quality[f"{name}_sd"], chance[metric], published.get(metric)]
+        shown = ["-" if value is None else f"{value:.1f}" for value in figures]
+        lines.append(f"| {metric} | {' | '.join(shown)} |")
+    return ["### Attention quality", "\n".join(lines)]
 
 
 def _evaluations(folder: Path) -> list[str]:

@@ -66,7 +66,11 @@ def render() -> str:
         if isinstance(f.type, type) and is_dataclass(f.type):
             parts += [f"### {f.name}\n", f"{_docstring(f.type)}\n", _table(f.type, f"{f.name}.")]
     parts += ["## The recipes side by side\n", _recipes(), "## `eval.py`\n", f"{_docstring(EvalConfig)}\n"]
-    return "\n".join([*parts, _table(EvalConfig)])
+    own = [f for f in fields(EvalConfig) if isinstance(f.type, type) and is_dataclass(f.type) and f.name != "model"]
+    parts.append(_table(EvalConfig))
+    for f in own:
+        parts += [f"### {f.name}\n", f"{_docstring(f.type)}\n", _table(f.type, f"{f.name}.")]  # type: ignore[arg-type]
+    return "\n".join(parts)
 
 
 def _groups() -> list[str]:

@@ -20,7 +20,12 @@ def to_markdown(table: Table) -> str:
     lines = [_row("", *table.columns), "|---" * (len(table.columns) + 1) + "|"]
     lines += [_row(row.label.strip(), *(cell.show(row.digits) for cell in row.cells)) for row in table.rows]
     lines.append(_row("runs", *table.progress))
-    parts = [f"# {table.title}", "\n".join(lines), f"{EXPLAINED} {table.note}", "![top-1](report.png)"]
+    parts = [
+        f"# {table.title}",
+        "\n".join(lines),
+        f"{table.explained or EXPLAINED} {table.note}",
+        f"![figure]({table.figure})",
+    ]
     if table.errors:
         parts.append("\n".join(f"- {_cell(error)}" for error in table.errors))
     return "\n\n".join(parts) + "\n"
@@ -81,6 +86,42 @@ def draw_ablation(table: Table, path: Path) -> None:
         known = [(x, c.mean) for x, c in zip(places, rows["top1_published"].cells, strict=True) if c.mean is not None]
         theirs.plot(*zip(*known, strict=True), "s--", color="tab:gray", label="published")
         theirs.set_ylabel("published top-1 (%)", color="tab:gray")
+    _save(figure, path)
+
+
+def draw_quality(table: Table, path: Path) -> None:
+    """Draws the measures of attention quality as groups of bars, one bar for each model, as Fig. 5 of the paper does.
+
+    Published figures are horizontal strokes over the bars, chance (a random order of removal, the prevalence of
+    positives, a ROC of one half) dotted ones.
+    """
+    rows = {row.metric: row for row in table.rows}
+    metrics = [name for name in ("morf", "lerf", "roc", "pr") if name in rows]
+    figure = Figure(figsize=(max(6.0, 1.3 * len(table.columns) + 3.5), 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    width = 0.8 / max(1, len(table.columns))
+    for place, column in enumerate(table.columns):
+        at = [x + (place - (len(table.columns) - 1) / 2) * width for x in range(len(metrics))]
+        cells = [rows[metric].cells[place] for metric in metrics]
+        heights, errors = [cell.mean or 0.0 for cell in cells], [cell.sd or 0.0 for cell in cells]
+        axes.bar(at, heights, 0.92 * width, yerr=errors, capsize=3, label=column)
+        for kind, style in (("published", "-"), ("chance", ":")):
+            for x, metric in zip(at, metrics, strict=True):
+                row = rows.get(f"{metric}_{kind}")
+                height = None if row is None else row.cells[place].mean
+                if height is not None:
+                    axes.plot([x - width / 2, x + width / 2], [height, height], style, color="black")
+    axes.set_xticks(range(len(metrics)), [rows[metric].label for metric in metrics])
+    axes.set(ylim=(0, 100), title=table.title)
+    axes.plot([], [], "-", color="black", label="published (another data set and size)")
+    axes.plot([], [], ":", color="black", label="chance")
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: Path) -> None:
     temporary = path.with_name(path.name + ".tmp")
     figure.savefig(temporary, dpi=110, format="png")
     os.replace(temporary, path)

@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Template
 
 from infvit.engine.record import replace_text
-from infvit.reports.runs import RunView
+from infvit.reports.runs import QUALITY, RunView
 from infvit.reports.svg import COLORS, Series, line_chart
 
 CHARTS = (
@@ -19,7 +19,8 @@ CHARTS = (
     ("loss", "held-out loss"),
     ("lr", "learning rate"),
 )
-COLUMNS = ("run", "state", "model", "data", "seed", "epochs", "top-1 (%)", "EMA (%)", "loss", "images/s", "error")
+COLUMNS = ("run", "state", "model", "data", "seed", "epochs", "top-1 (%)", "EMA (%)", "loss", "MoRF", "LeRF", "ROC",
+           "PR", "images/s", "error")  # fmt: skip
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text())
 
 
@@ -80,7 +81,11 @@ def _row(number: int, run: RunView, color: str) -> str:
     return f'<tr data-run="{number}" class="{run.state}" title="{html.escape(str(run.folder))}">{name}{shown}</tr>'
 
 
-_NUMBERS = (("top1", 2), ("ema_top1", 2), ("loss", 4), ("images_per_second", 0))
+_NUMBERS = (
+    *(("top1", 2), ("ema_top1", 2), ("loss", 4)),
+    *((metric, 1) for metric in QUALITY),
+    ("images_per_second", 0),
+)
 
 
 def _number(value: float | None, digits: int) -> tuple[str, float | str]:

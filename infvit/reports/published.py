@@ -14,6 +14,13 @@ ABLATION: dict[tuple[str, str], dict[str, float]] = {
     ("model.activation", "abs"): {"top1": 82.8, "morf": 75.0, "lerf": 65.5, "roc": 77.2},
 }
 
+# Fig. 5 and its text: attention quality in %, 1,000 images for MoRF and LeRF, 2,088 for ROC and PR, by model.
+QUALITY: dict[str, dict[str, float]] = {
+    "vit_4l": {"morf": 42.6, "roc": 53.8, "pr": 56.2},
+    "infvit_linear_4l": {"morf": 76.0, "lerf": 64.9, "roc": 75.9, "pr": 76.1},
+    "infvit_pure_4l": {"morf": 71.7, "lerf": 65.3, "roc": 77.3, "pr": 72.4},
+}
+
 # Top-1 in % on ImageNet-1K and ImageNet-V2, by model.
 IMAGENET: dict[str, tuple[float, float | None]] = {
     "vit_4l": (81.5, None),

@@ -1,5 +1,6 @@
 """What the files of a run folder say, also while it runs."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,11 @@ from infvit.engine.folder import read_config
 from infvit.engine.record import read_history
 from infvit.engine.status import SWEEP, Status, read_jobs, read_status
 from infvit.errors import UserError
+
+QUALITY = {"morf": "morf_aoc", "lerf": "lerf_auc", "roc": "roc_auc", "pr": "pr_auc"}
+"""Measures of attention quality as tables call them, and as `eval=attention_quality` writes them."""
+QUALITY_FILES = "eval_attention_quality_"
+"""How the names of its results begin."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,7 @@ class RunView:
         status: of a job of a sweep that has begun.
         config: the resolved configuration; empty if the run was never started.
         rows: the metrics of its epochs.
+        quality: what `eval=attention_quality` found, if it was run.
     """
 
     folder: Path
@@ -28,6 +35,7 @@ class RunView:
     status: Status | None = None
     config: dict[str, Any] = field(default_factory=dict)
     rows: tuple[dict[str, Any], ...] = ()
+    quality: dict[str, Any] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -69,7 +77,9 @@ class RunView:
         return [(row["epoch"], row[name]) for row in self.rows if isinstance(row.get(name), int | float)]
 
     def last(self, name: str) -> float | None:
-        """Returns the newest value of a metric."""
+        """Returns the newest value of a metric, of an epoch or of the attention."""
+        if metric := QUALITY.get(name):
+            return self.quality.get(metric)
         series = self.series(name)
         return series[-1][1] if series else None
 
@@ -94,7 +104,18 @@ def read_run(folder: Path, overrides: Sequence[str] | None = None) -> RunView:
         status=status,
         config=read_config(folder),
         rows=tuple(read_history(folder)),
+        quality=read_quality(folder),
     )
+
+
+def read_quality(folder: Path) -> dict[str, Any]:
+    """Reads what `eval=attention_quality` left in a folder: of several results the newest, of raw weights if possible.
+
+    Returns:
+        The result; empty if there is none.
+    """
+    found = [(path.stat().st_mtime, json.loads(path.read_text())) for path in folder.glob(f"{QUALITY_FILES}*.json")]
+    return max(found, key=lambda entry: (entry[1].get("weights") == "raw", entry[0]))[1] if found else {}
 
 
 def find_runs(*roots: Path) -> list[RunView]:

@@ -58,6 +58,8 @@ class Table:
         progress: of each setting, how many runs are in which state.
         note: what the numbers are of.
         errors: a line for each run that has one.
+        explained: what the numbers are; empty: as in the table of a sweep.
+        figure: the name of the file with its figure.
     """
 
     title: str
@@ -66,3 +68,5 @@ class Table:
     progress: tuple[str, ...]
     note: str
     errors: tuple[str, ...]
+    explained: str = ""
+    figure: str = "report.png"

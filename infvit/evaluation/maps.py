@@ -1,0 +1,85 @@
+"""`eval=maps`: image, heat map and overlay side by side, of one model or of several."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from infvit.config import EvalConfig, ModelConfig
+from infvit.data import eval_transform
+from infvit.data.boxes import find_annotation, geometry, image_size, inside, open_boxes
+from infvit.engine.device import autocast, select_device, select_precision
+from infvit.engine.processes import ALONE, Processes
+from infvit.errors import DataError
+from infvit.evaluation.baseline import open_model
+from infvit.evaluation.chosen import Chosen, choose
+from infvit.evaluation.files import result_path
+from infvit.evaluation.quality_figures import MapView, draw_maps
+from infvit.evaluation.rebuild import Rebuilt
+from infvit.evaluation.relevance import about, relevance
+from infvit.evaluation.scoring import crop, settings
+from infvit.models.inspect import observe
+
+
+def evaluate_maps(config: EvalConfig, rebuilt: Rebuilt, processes: Processes = ALONE) -> dict[str, Any]:
+    """Draws maps of some images to `figure_maps_*.png`.
+
+    Args:
+        config: `quality` says which images, and which map; `runs` names further models.
+        rebuilt: the model and its data; the others are shown the same images, each by its own transform.
+        processes: this one and the others; the first draws.
+
+    Returns:
+        What was drawn.
+
+    Raises:
+        ConfigError: a model has no map to show.
+        DataError: a map is not finite, or an image is damaged.
+    """
+    with processes.together():
+        chosen = choose(config, rebuilt)
+        indices = chosen.first(config.quality.map_images)
+        models = [rebuilt]
+        for source in config.runs:
+            models.append(open_model(replace(config, checkpoint=source, model=ModelConfig(name=""), runs=[])))
+        shown = [_views(config, model, chosen, indices) for model in models] if processes.first else []
+    path = result_path(config, rebuilt, "figure", "maps", ".png")
+    names = [chosen.name(index, rebuilt.data.root) for index in indices]
+    if processes.first:
+        draw_maps(list(zip(*(views for views, _ in shown), strict=True)), names, path)
+    return {
+        "figure": str(path),
+        "images": names,
+        "models": [{"checkpoint": str(model.path), **what} for model, (_, what) in zip(models, shown, strict=False)],
+        "heads": config.quality.heads,
+        "seed": config.quality.seed,
+        **settings(config, rebuilt),
+    }
+
+
+def _views(
+    config: EvalConfig, rebuilt: Rebuilt, chosen: Chosen, indices: list[int]
+) -> tuple[list[MapView], dict[str, Any]]:
+    """Returns what one model sees in each image, and what the map is of."""
+    transform = eval_transform(*crop(config, rebuilt), rebuilt.data, rebuilt.img_size, rebuilt.crop_mode)
+    device = select_device(config.device)
+    precision = select_precision(config.precision, device)
+    images = torch.stack([transform(chosen.source.image(index)) for index in indices])
+    with torch.no_grad(), autocast(device, precision):
+        _, calls = observe(rebuilt.model.to(device), images.to(device))
+    maps, what = relevance(calls, config).cpu(), about(calls, config)
+    if not maps.isfinite().all():
+        raise DataError(f"{rebuilt.path}: the map of {what['layer']} is not finite; there is nothing to show.")
+    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (rebuilt.data.mean, rebuilt.data.std))
+    pixels = (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
+    files = None if config.quality.annotations is None else open_boxes(config.quality.annotations)
+    title = f"{what['mechanism']}, {what['map']}"
+    views = []
+    for index, image, relevance_of in zip(indices, pixels, maps.numpy(), strict=True):
+        annotation, size = find_annotation(chosen.source, index, files), image_size(chosen.source, index)
+        boxes = np.empty((0, 4))
+        if annotation is not None and annotation.size in (None, size):
+            boxes = geometry(transform, size).apply(inside(annotation.boxes, size, chosen.dropped))
+        views.append(MapView(title, image, relevance_of, boxes))
+    return views, what

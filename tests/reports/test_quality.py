@@ -1,0 +1,133 @@
+"""The comparison of attention quality, and where else its figures stand: ablation table, card and page."""
+
+import csv
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from infvit import report
+from infvit.reports.ablation import ablation_table
+from infvit.reports.card import card_text
+from infvit.reports.page import render
+from infvit.reports.runs import find_runs, read_quality
+
+Runs = Callable[..., Path]
+
+
+def result(morf: float, **values: Any) -> dict[str, Any]:
+    """What `eval=attention_quality` writes, with figures that tell the measures apart."""
+    names = {"morf_aoc": morf, "lerf_auc": morf + 1, "roc_auc": morf + 2, "pr_auc": morf + 3,
+             "random_aoc": 40.5, "random_auc": 59.5, "prevalence": 12.5, "energy": None}  # fmt: skip
+    return {
+        **names, **{f"{name}_sd": 5.5 for name in names}, "perturbation_images": 100, "localization_images": 90,
+        "mechanism": "infsa_linear", "map": "weights", "layer": "blocks.3.attn", "data": "digit_scenes",
+        "weights": "raw", **values,
+    }  # fmt: skip
+
+
+def write(folder: Path, name: str, content: dict[str, Any], seconds: float = 0) -> None:
+    path = folder / f"eval_attention_quality_{name}.json"
+    path.write_text(json.dumps(content))
+    os.utime(path, (1e9 + seconds, 1e9 + seconds))
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, run_folder: Runs) -> Path:
+    """Two models with two seeds, a third whose attention was not looked at, and a model of timm's beside them."""
+    folder = tmp_path / "sweep"
+    for model, start in (("vit_mini", 40.0), ("infvit_linear_mini", 60.0)):
+        for seed in (0, 1):
+            path = folder / f"model-{model}_seed-{seed}"
+            run_folder(path, [f"model={model}", f"seed={seed}", "epochs=2"], [50.0, 60.0], model=model)
+            write(path, "raw", result(start + 3 * seed))
+    run_folder(folder / "model-infvit_pure_mini_seed-0", ["model=infvit_pure_mini", "seed=0", "epochs=2"], [1.0, 2.0],
+               model="infvit_pure_mini")  # fmt: skip
+    (tmp_path / "timm-vit_tiny").mkdir()
+    write(tmp_path / "timm-vit_tiny", "raw", result(70.0, mechanism="softmax", map="class_token", data="imagenet"))
+    return folder
+
+
+def test_the_comparison(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Means over seeds against those computed here, published figures and chance beside them, in every format."""
+    out = tmp_path / "out"
+    assert report.main([str(sweep), str(tmp_path / "timm-vit_tiny"), "--quality", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.strip() == (out / "quality.md").read_text().strip()
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    rows = {line[0]: line[1:] for line in lines}
+    columns = rows[""]
+    assert sorted(columns) == ["model=infvit_linear_mini", "model=vit_mini", "timm-vit_tiny"]
+
+    def cell(row: str, column: str) -> str:
+        return rows[row][columns.index(column)]
+
+    spread = statistics.stdev([0, 3])
+    assert cell("MoRF-AOC (%)", "model=vit_mini") == f"41.5 ± {spread:.1f}"
+    assert cell("LeRF-AUC (%)", "model=infvit_linear_mini") == f"62.5 ± {spread:.1f}"
+    assert cell("ROC-AUC (%)", "timm-vit_tiny") == "72.0"
+    assert cell("PR-AUC (%)", "model=vit_mini") == f"44.5 ± {spread:.1f}"
+    published = [line[1:] for line in lines if line[0] == "published"]
+    of = [dict(zip(columns, line, strict=True)) for line in published]
+    assert [line["model=infvit_linear_mini"] for line in of] == ["76.0", "64.9", "75.9", "76.1"]
+    assert [line["model=vit_mini"] for line in of] == ["42.6", "-", "53.8", "56.2"]
+    assert {line["timm-vit_tiny"] for line in of} == {"-"}
+    assert cell("prevalence of positives", "timm-vit_tiny") == "12.5"
+    assert cell("images, MoRF and LeRF", "model=vit_mini") == "100"
+    assert cell("runs", "model=vit_mini") == "2"
+    assert "so no comparison" in text
+    with (out / "quality.csv").open() as file:
+        table = {(row["setting"], row["metric"]): row for row in csv.DictReader(file)}
+    assert float(table["model=vit_mini", "morf"]["mean"]) == 41.5
+    assert float(table["model=vit_mini", "morf_chance"]["mean"]) == 40.5
+    assert r"41.5 $\pm$ 2.1" in (out / "quality.tex").read_text()
+    assert np.asarray(Image.open(out / "quality.png").convert("L")).std() > 20
+
+
+def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert report.main([str(tmp_path), "--quality", str(tmp_path / "out")]) == 1
+    assert "no result of eval=attention_quality" in capsys.readouterr().err
+
+
+def test_of_several_results_the_newest_of_raw_weights_counts(tmp_path: Path) -> None:
+    assert read_quality(tmp_path) == {}
+    write(tmp_path, "1", result(1.0), seconds=1)
+    write(tmp_path, "3", result(3.0), seconds=2)
+    write(tmp_path, "2", result(2.0, weights="ema"), seconds=3)
+    assert read_quality(tmp_path)["morf_aoc"] == 3.0
+    (tmp_path / "eval_attention_quality_3.json").unlink()
+    (tmp_path / "eval_attention_quality_1.json").unlink()
+    assert read_quality(tmp_path)["morf_aoc"] == 2.0
+
+
+def test_the_ablation_table_has_what_was_measured(sweep: Path) -> None:
+    """What was not is pending, no dash and no zero."""
+    table = ablation_table(find_runs(sweep), "sweep")
+    rows = {row.metric: dict(zip(table.columns, row.cells, strict=True)) for row in table.rows}
+    assert rows["morf"]["model=vit_mini"].mean == 41.5
+    assert rows["lerf"]["model=infvit_linear_mini"].mean == 62.5
+    assert rows["roc"]["model=vit_mini"].count == 2
+    assert rows["roc"]["model=infvit_pure_mini"].text == "pending"
+    assert rows["train_ms"]["model=vit_mini"].text == "pending"
+
+
+def test_the_card_and_the_page(sweep: Path, tmp_path: Path, run_folder: Runs) -> None:
+    text = card_text(sweep / "model-vit_mini_seed-1")
+    assert "| morf | 43.0 | 5.5 | 40.5 | - |" in text
+    assert "| pr | 46.0 | 5.5 | 12.5 | - |" in text
+    published = run_folder(tmp_path / "published", [], [80.0, 84.0], None, model="infvit_pure_4l", data="imagenet")
+    write(published, "raw", result(50.0))
+    assert "| morf | 50.0 | 5.5 | 40.5 | 71.7 |" in card_text(published)
+    page = render(find_runs(sweep))
+    for column in ("MoRF", "LeRF", "ROC", "PR"):
+        assert f"<button>{column}</button>" in page
+    row = next(line for line in page.splitlines() if "model-vit_mini_seed-1" in line and "<tr" in line)
+    for value in ("43.0", "44.0", "45.0", "46.0"):
+        assert f">{value}</td>" in row
+    assert page.count(">pending<") == 0
