@@ -47,6 +47,23 @@ def test_radius_where_it_is_known(matrix: object, radius: float) -> None:
     assert found == pytest.approx(radius, rel=1e-10, abs=0)
 
 
+def test_radius_is_not_that_of_the_first_powers() -> None:
+    """A nilpotent matrix whose norms ||M||, ||M^2||, ||M^4|| are those of a matrix of radius 0.84: 5.66, 4, 2 squared."""
+    m = np.zeros((8, 8))
+    m[:6, :6] = np.diag(np.ones(5), 1)
+    m[6, 7] = (4 * 2**0.5 - 5) ** 0.5
+    assert float(spectral_radius(torch.from_numpy(m))) == 0
+
+
+def test_radius_takes_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What remains of the norms' constant factor would halve with each product: 45 of them."""
+    products: list[int] = []
+    original = spectrum._normalised
+    monkeypatch.setattr(spectrum, "_normalised", lambda m: products.append(1) or original(m))
+    spectral_radius(torch.rand(3, 40, 40, dtype=torch.float64))
+    assert len(products) <= 10
+
+
 def test_radius_of_what_is_not_finite_is_nan_and_hurts_no_other() -> None:
     stack = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1) * 0.25
     stack[0, 1, 2] = math.nan
