@@ -1,4 +1,4 @@
-"""What attention quality costs: MoRF, LeRF and the control against bare forward passes; ROC and PR against scikit-learn.
+"""What attention quality costs: perturbation against bare forward passes, ROC and PR against scikit-learn.
 
     python benchmarks/quality_cost.py [--model vit_tiny_patch16_224] [--images 32] [--batch 64] [--rounds 3]
 

@@ -102,7 +102,10 @@ def write_quality(folders: Sequence[Path], target: Path) -> Path:
     Returns:
         The path of `quality.md`.
     """
-    table = quality_table(settings_of(find_quality(folders)), "Attention quality")
+    runs = find_quality(folders)
+    swept = [run for run in runs if run.overrides]
+    alone = [Setting(run.name, (), (run,)) for run in runs if not run.overrides]
+    table = quality_table([*(settings_of(swept) if swept else []), *alone], "Attention quality")
     target.mkdir(parents=True, exist_ok=True)
     replace_text(target / "quality.csv", to_csv(table))
     replace_text(target / "quality.tex", to_latex(table))
