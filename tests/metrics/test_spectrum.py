@@ -48,7 +48,7 @@ def test_radius_where_it_is_known(matrix: object, radius: float) -> None:
 
 
 def test_radius_is_not_that_of_the_first_powers() -> None:
-    """A nilpotent matrix whose norms ||M||, ||M^2||, ||M^4|| are those of a matrix of radius 0.84: 5.66, 4, 2 squared."""
+    """A nilpotent matrix whose first norms, squared 5.66, 4 and 2 at n = 1, 2, 4, are those of a radius of 0.84."""
     m = np.zeros((8, 8))
     m[:6, :6] = np.diag(np.ones(5), 1)
     m[6, 7] = (4 * 2**0.5 - 5) ** 0.5
