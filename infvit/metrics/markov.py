@@ -92,11 +92,12 @@ def pagerank(weights: Tensor, damping: float = DAMPING) -> Tensor:
     """Computes PageRank of graphs with edge weights (..., N, N): (..., N), sums to 1.
 
     Rows are divided by their sums, so gamma and any norm of the matrix have no influence; a row of zeros links to all
-    tokens alike. Solved directly: p = d (P^T p + p(dangling) / N) + (1 - d) / N. NaN where a weight is negative.
+    tokens alike. Solved directly, p = d P^T p + (1 - d) / N; what rows of zeros lose is spread evenly, as all the rest
+    of p's source is, and so comes back with the division by the sum. NaN where a weight is negative.
     """
     size = weights.shape[-1]
     out = weights.sum(-1, keepdim=True)
-    steps = torch.where(out > 0, weights / out.where(out > 0, 1), 1 / size)
+    steps = weights / out.where(out > 0, 1)
     rank = torch.linalg.solve(_identity(steps) - damping * steps.mT, steps.new_full(steps.shape[:-1], 1 / size))
     negative = (weights < 0).any(-1).any(-1)
     return (rank / rank.sum(-1, keepdim=True)).masked_fill(negative[..., None], torch.nan)

@@ -333,7 +333,7 @@ def test_weights_that_are_not_finite_are_an_error(evaluation: str, tmp_path: Pat
 def test_keys() -> None:
     with pytest.raises(ConfigError, match="num_images=0 must be at least 1"):
         EvalConfig(checkpoint="x", num_images=0)
-    with pytest.raises(ConfigError, match=r"runs=\.\.\. is for eval=compare and eval=oversmoothing"):
+    with pytest.raises(ConfigError, match=r"runs=\.\.\. is for eval=compare, maps and oversmoothing"):
         EvalConfig(checkpoint="x", eval="markov", runs=["a", "b"])
     config = EvalConfig(eval="oversmoothing", runs=["a", "b"], model=ModelConfig(name=""))
     assert (config.checkpoint, config.runs) == ("a", ["b"])

@@ -63,17 +63,18 @@ def test_rank_one_queries_are_aligned_exactly() -> None:
 
 
 def test_heads_without_an_alignment_are_counted_by_reason() -> None:
-    q = torch.zeros(1, 4, 20, 20, dtype=torch.float64)
+    q = torch.zeros(1, 5, 20, 20, dtype=torch.float64)
     q[0, 0] = torch.rand(20, 20)  # an ordinary head
     q[0, 1] = torch.eye(20)  # identity: every vector is an eigenvector
     q[0, 2] = torch.rand(20, 20)
-    a = torch.rand(1, 4, 20, dtype=torch.float64)
+    a = torch.rand(1, 5, 20, dtype=torch.float64)
     a[0, 2] = 0  # a dead head; head 3 has a zero matrix
+    a[0, 4] = 0  # both: counted once
     found = alignment(q, a, F.relu)
-    assert found.excluded[REASONS[0]].tolist() == [[False, False, True, False]]
-    assert found.excluded[REASONS[1]].tolist() == [[False, True, False, True]]
+    assert found.excluded[REASONS[0]].tolist() == [[False, False, True, False, True]]
+    assert found.excluded[REASONS[1]].tolist() == [[False, True, False, True, False]]
     for values in found.values.values():
-        assert np.isfinite(values).tolist() == [[True, False, False, False]]
+        assert np.isfinite(values).tolist() == [[True, False, False, False, False]]
     assert not found.mixed.any()
 
 

@@ -47,6 +47,23 @@ def test_radius_where_it_is_known(matrix: object, radius: float) -> None:
     assert found == pytest.approx(radius, rel=1e-10, abs=0)
 
 
+def test_radius_is_not_that_of_the_first_powers() -> None:
+    """A nilpotent matrix whose first norms, squared 5.66, 4 and 2 at n = 1, 2, 4, are those of a radius of 0.84."""
+    m = np.zeros((8, 8))
+    m[:6, :6] = np.diag(np.ones(5), 1)
+    m[6, 7] = (4 * 2**0.5 - 5) ** 0.5
+    assert float(spectral_radius(torch.from_numpy(m))) == 0
+
+
+def test_radius_takes_few_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What remains of the norms' constant factor would halve with each product: 45 of them."""
+    products: list[int] = []
+    original = spectrum._normalised
+    monkeypatch.setattr(spectrum, "_normalised", lambda m: products.append(1) or original(m))
+    spectral_radius(torch.rand(3, 40, 40, dtype=torch.float64))
+    assert len(products) <= 10
+
+
 def test_radius_of_what_is_not_finite_is_nan_and_hurts_no_other() -> None:
     stack = torch.eye(3, dtype=torch.float64).repeat(2, 1, 1) * 0.25
     stack[0, 1, 2] = math.nan
@@ -74,6 +91,15 @@ def test_eigenvector_against_scipy(size: int, activation: str) -> None:
     for at in np.ndindex(2, 3):
         assert found.vector[at].numpy() == pytest.approx(perron(matrices[at].numpy()), abs=1e-8)
         assert float(found.value[at]) == pytest.approx(scipy.linalg.eigvalsh(matrices[at].numpy())[-1], rel=1e-12)
+
+
+def test_the_iteration_finds_the_eigenvector_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the dense solver, which would take minutes at 4096 tokens."""
+    monkeypatch.setattr(spectrum, "_exact", None)
+    q = torch.randn(4, 100, 8, dtype=torch.float64)
+    matrices = (q @ q.mT).relu()
+    for vector, matrix in zip(leading_eigenvector(matrices).vector.numpy(), matrices.numpy(), strict=True):
+        assert vector == pytest.approx(perron(matrix), abs=1e-8)
 
 
 def test_rank_one_is_its_own_eigenvector() -> None:
