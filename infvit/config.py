@@ -429,7 +429,7 @@ class EvalConfig:
         _require(not compares or len(self.runs) == 2, "eval=compare needs two runs: 'runs=[runs/first,runs/second]'.")
         _require(
             compares or self.eval in (["oversmoothing"], ["maps"]) or not self.runs,
-            "runs=... is for eval=compare, eval=oversmoothing and eval=maps; name one run with checkpoint=...",
+            "runs=... is for eval=compare, maps and oversmoothing; name one run with checkpoint=...",
         )
         _require(self.num_images is None or self.num_images >= 1, f"num_images={self.num_images} must be at least 1.")
         measures = self.eval == ["efficiency"]
