@@ -55,13 +55,13 @@ def test_the_random_order_belongs_to_the_image() -> None:
 
 
 def test_patches_are_removed_where_they_are() -> None:
-    """Patch 1 of two rows of three is on the upper edge in the middle; nothing else changes."""
-    images = torch.randn(2, 3, 8, 12)
+    """Patch 1 of two rows of three, 4 x 6 px each, is on the upper edge in the middle; nothing else changes."""
+    images = torch.randn(2, 3, 8, 18)
     removed = torch.tensor([[False, True, False, False, False, False], [False] * 5 + [True]])
     out = without_patches(images, torch.full((1, 1, 1, 1), 9.0), removed, (2, 3))
-    assert (out[0, :, :4, 4:8] == 9).all()
-    assert (out[1, :, 4:, 8:] == 9).all()
-    assert int((out == 9).sum()) == 2 * 3 * 16
+    assert (out[0, :, :4, 6:12] == 9).all()
+    assert (out[1, :, 4:, 12:] == 9).all()
+    assert int((out == 9).sum()) == 2 * 3 * 24
     assert_close(out.where(out != 9, 0), images.where(out != 9, 0), rtol=0, atol=0)
 
 
