@@ -55,7 +55,7 @@ class Floor(nn.Module):
         return self.mlp(self.projection(x))
 
 
-def block(width: int = WIDTH, heads: int = HEADS) -> Block:
+def block(width: int, heads: int) -> Block:
     """Returns timm's block around Linear InfSA."""
     result = Block(width, heads)
     result.attn = build("infsa_linear", width, heads, torch.float32)
@@ -101,7 +101,7 @@ def times_of_blocks() -> None:
     """The whole block against its floor."""
     print("block (norms, attention, MLP, residual sums) against MLP + one projection, forward")
     for tokens in (197, 1025, 4097):
-        ratio("block", tokens, {"block": block(), "floor": Floor()})
+        ratio("block", tokens, {"block": block(WIDTH, HEADS), "floor": Floor()})
 
 
 def growth() -> None:

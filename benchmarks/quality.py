@@ -2,8 +2,8 @@
 
     python benchmarks/quality.py [--folder runs/quality] [--seeds 0 1 2] [--epochs 12] [--jobs 2] [KEY=VALUE ...]
 
-Three models of half a million parameters, three seeds each: under 25 minutes on two CPU cores. What is trained already
-is not trained again. Further arguments go to train.py. docs/attention-quality.md shows what came out.
+Three models of half a million parameters, three seeds each, meant to take under 25 minutes on two CPU cores. What is
+trained already is not trained again. Further arguments go to train.py.
 """
 
 import argparse

@@ -50,11 +50,14 @@ def test_groups_are_the_folders():
 def test_every_file_composes(group: str, name: str):
     config = build(f"{group}={name}")
     assert isinstance(config, TrainConfig)
-    if name.startswith("ablation_"):
+    if name.startswith("ablation_agf_"):
+        assert (config.data.name, config.model.name) == ("digits", "agf_mini")
+    elif name.startswith("ablation_"):
         assert (config.data.name, config.model.gamma_trainable) == ("digits", False)
     elif group == "experiment":
         assert (config.data.name, config.recipe.name, config.epochs) == ("imagenet", "deit", 300)
-        assert name == f"{config.model.name}_imagenet"
+        assert name in (f"{config.model.name}_imagenet", "agf_imagenet", "agf_imagenet100")
+        assert config.data.classes == ("imagenet100" if name.endswith("100") else None)
         assert config.batch_size == 1024
     elif group in ("model", "data", "recipe"):
         assert getattr(config, group).name == name
