@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from infvit.config import TrainConfig
-from infvit.engine.folder import TRACEBACK, InUseError, check_same_run
+from infvit.engine.folder import LOG, TRACEBACK, InUseError, check_same_run
 from infvit.engine.processes import is_first
 from infvit.engine.status import Status, add_jobs, job_name, now, read_jobs, read_status, write_status
 from infvit.reports.ablation import write_ablation
@@ -132,7 +132,10 @@ class Job:
             write_status(self.folder, self.status)
 
     def end(self, code: int, error: BaseException | None = None) -> None:
-        """Says how it ended, and writes the traceback of what went wrong."""
+        """Says how it ended, and writes the traceback of what went wrong.
+
+        One that went wrong before the run had its log gets a log all the same.
+        """
         if not is_first():
             return
         if isinstance(error, InUseError) and self.before is not None:
@@ -143,6 +146,8 @@ class Job:
         write_status(self.folder, replace(self.status, state=state, exit_code=code, error=line, ended=now()))
         if state == "failed" and error is not None:
             (self.folder / TRACEBACK).write_text("".join(traceback.format_exception(error)))
+            if not (self.folder / LOG).exists():
+                (self.folder / LOG).write_text(f"error: {line}\n")
 
 
 def this_job(cfg: DictConfig) -> Job | None:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 # Keys that say where and how to run, not what to compute.
 NOT_IDENTITY_OF_DATA = ("num_workers", "max_damaged")
 NOT_IDENTITY = ("engine", "logger", "run_dir", "fresh", "dry_run", "debug", "profile", "allow_change")
+LOG = "train.log"
 STATUS = "status.json"
 TRACEBACK = "traceback.txt"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from infvit.config import TrainConfig
 from infvit.engine.device import backend_settings
-from infvit.engine.folder import check_same_run, own_folder, write_record
+from infvit.engine.folder import LOG, check_same_run, own_folder, write_record
 from infvit.engine.loggers import build_loggers
 from infvit.engine.loop import Run, fit, write_files
 from infvit.engine.plan import Plan, dry_run_lines, import_modules, make_plan
@@ -60,7 +60,7 @@ def train(config: TrainConfig, after_epoch: Sequence[Callable[[Path], None]] = (
         with processes.together():
             if processes.first:
                 stack.enter_context(own_folder(plan.folder, config.fresh))
-                stack.enter_context(_log_file(plan.folder / "train.log"))
+                stack.enter_context(_log_file(plan.folder / LOG))
                 check_same_run(config, plan.folder)
         _announce(plan)
         stop = stack.enter_context(stop_request(patient=processes.world_size > 1))

@@ -1,4 +1,4 @@
-"""`docs/configuration.md` from the dataclasses of `infvit/config.py` and the recipe files.
+"""`docs/configuration.md` from the dataclasses of `infvit/config/` and the recipe files.
 
 python -m infvit.reports.configuration > docs/configuration.md
 """
@@ -16,7 +16,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 INTRO = """\
 # Configuration
 
-Written by `python -m infvit.reports.configuration > docs/configuration.md` from `infvit/config.py`; do not edit.
+Written by `python -m infvit.reports.configuration > docs/configuration.md` from `infvit/config/`; do not edit.
 
 Every key stands on the command line as `key=value`, the same way in `train.py` and in `eval.py`:
 

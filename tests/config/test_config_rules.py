@@ -1,4 +1,4 @@
-"""Every rule of `infvit/config.py`, with its message, and the border case that is still allowed."""
+"""Every rule of `infvit/config/`, with its message, and the border case that is still allowed."""
 
 from typing import Any
 

@@ -15,7 +15,7 @@ from infvit.data.boxes import find_annotation, geometry, image_size, inside, ope
 from infvit.data.source import FileSource, Selection
 from infvit.errors import ConfigError, DataError
 
-REAL = Path("/work/shared/data/imagenet_boxes")
+REAL = Path(__file__).resolve().parents[3] / "shared/data/imagenet_boxes"  # beside the checkout
 PLAIN = DataConfig(name="folder", mean=[0.0] * 3, std=[1.0] * 3)
 
 

@@ -10,6 +10,8 @@ from infvit.attention import PureInfSA, SoftmaxAttention
 from infvit.attention.mechanism import Mask
 from infvit.evaluation.efficiency.cells import Task
 
+MODELS = ["vit_mini", "infvit_pure_mini", "infvit_linear_mini"]
+
 
 class Clock:
     """Seconds that pass only when someone says so."""
@@ -112,3 +114,8 @@ class Machine:
     def _latency(self, cell: Any) -> dict[str, float]:
         median = self.milliseconds(cell)
         return {"median_ms": median, "low_ms": 0.9 * median, "high_ms": 1.2 * median, "rounds": 5, "first_ms": 50.0}
+
+
+def cells_of(text: str, model: str) -> list[str]:
+    """Returns the cells of a model's first row."""
+    return next(line for line in text.splitlines() if line.startswith(f"| {model} |")).strip("| ").split(" | ")

@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from infvit.attention import Mask
+from infvit.attention.pure import pure_infsa
+
 EPS = 1e-6
 PHI = {
     "relu": lambda x: x * (x > 0),
@@ -52,3 +55,7 @@ def compare(got: list[Tensor], expected: list[Tensor], relative: float) -> None:
         largest = b.abs().max().item() if b.numel() else 0.0
         bound = relative * max(largest, 1.0 if name in ("dq", "dk") else 0.0)
         assert_close(a.double().cpu(), b, rtol=0, atol=bound, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def tiled(q, k, v, mask=Mask(), **options):  # noqa: B008
+    return pure_infsa(q, k, v, mask, path="tiled", **options)

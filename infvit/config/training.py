@@ -1,22 +1,13 @@
-"""The one vocabulary of configuration: typed dataclasses, checked where Hydra's output enters the program.
+"""What `train.py` knows."""
 
-`configs/*.yaml` compose these; `from_hydra` turns the composed tree into a `TrainConfig` or `EvalConfig` and every rule
-that needs more than one field is checked in `__post_init__`. `docs/configuration.md` is generated from this file.
-"""
-
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from infvit.errors import ConfigError
+from infvit.config.keys import DEVICES, PRECISIONS, key, require, require_range
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
-DEVICES = ("auto", "cpu", "cuda", "mps")
-WEIGHTS = ("raw", "ema")
 RESIZES = ("torch", "timm")
 TORCH_FILTERS = ("bilinear", "bicubic")
 """Resize filters that PyTorch has for 8-bit images, with antialiasing."""
-STANDALONE = ("check", "compare", "efficiency")
-"""What `eval.py` does without a model."""
 CHANGEABLE = ("epochs", "recipe.lr", "recipe.min_lr")
 ELSEWHERE = {
     "img_size": "data.img_size",
@@ -28,26 +19,6 @@ ELSEWHERE = {
     "checkpoint_path": "init_from",
 }
 """Arguments of a model's constructor that have a key of their own, and so have no place in `model.args`."""
-
-
-def key(default: Any, help: str) -> Any:
-    """Declares a configuration key with its default and the sentence that documents it."""
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: default.copy(), metadata={"help": help})
-    return field(default=default, metadata={"help": help})
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigError(message)
-
-
-def _require_range(config: object, prefix: str, names: str, low: float, high: float = float("inf")) -> None:
-    for name in names.split():
-        value = getattr(config, name)
-        if value is not None:
-            allowed = f"at least {low}" if high == float("inf") else f"between {low} and {high}"
-            _require(low <= value <= high, f"{prefix}{name}={value} must be {allowed}.")
 
 
 @dataclass
@@ -64,9 +35,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if self.gamma is not None:
-            _require(0 < self.gamma < 1, f"model.gamma={self.gamma} must lie strictly between 0 and 1.")
+            require(0 < self.gamma < 1, f"model.gamma={self.gamma} must lie strictly between 0 and 1.")
         for name in self.args:
-            _require(name not in ELSEWHERE, f"model.args.{name} is set by {ELSEWHERE.get(name)}; use that key.")
+            require(name not in ELSEWHERE, f"model.args.{name} is set by {ELSEWHERE.get(name)}; use that key.")
 
 
 @dataclass
@@ -92,13 +63,13 @@ class DataConfig:
     micro_batch_size: int | None = key(None, "most images per forward pass; gradients accumulate to batch_size")
 
     def __post_init__(self) -> None:
-        _require(self.in_chans in (1, 3), f"data.in_chans={self.in_chans} must be 1 or 3.")
-        _require_range(self, "data.", "num_classes img_size micro_batch_size num_samples", 1)
-        _require_range(self, "data.", "num_workers max_damaged", 0)
+        require(self.in_chans in (1, 3), f"data.in_chans={self.in_chans} must be 1 or 3.")
+        require_range(self, "data.", "num_classes img_size micro_batch_size num_samples", 1)
+        require_range(self, "data.", "num_workers max_damaged", 0)
         for name in ("mean", "std"):
             length = len(getattr(self, name))
-            _require(length in (1, self.in_chans), f"data.{name} has {length} values, data.in_chans={self.in_chans}.")
-        _require(min(self.std) > 0, f"data.std={self.std} must be positive.")
+            require(length in (1, self.in_chans), f"data.{name} has {length} values, data.in_chans={self.in_chans}.")
+        require(min(self.std) > 0, f"data.std={self.std} must be positive.")
 
 
 @dataclass
@@ -146,29 +117,29 @@ class RecipeConfig:
 
     def __post_init__(self) -> None:
         probabilities = "smoothing drop_path drop mixup_prob mixup_switch_prob hflip reprob ema_decay"
-        _require_range(self, "recipe.", probabilities, 0, 1)
-        _require_range(self, "recipe.", "weight_decay opt_eps mixup cutmix min_lr warmup_epochs warmup_lr", 0)
-        _require_range(self, "recipe.", "repeated_aug recount lr_base_batch", 1)
-        _require(0 < self.lr < float("inf"), f"recipe.lr={self.lr} must be positive.")
-        _require(
+        require_range(self, "recipe.", probabilities, 0, 1)
+        require_range(self, "recipe.", "weight_decay opt_eps mixup cutmix min_lr warmup_epochs warmup_lr", 0)
+        require_range(self, "recipe.", "repeated_aug recount lr_base_batch", 1)
+        require(0 < self.lr < float("inf"), f"recipe.lr={self.lr} must be positive.")
+        require(
             all(0 <= beta < 1 for beta in self.opt_betas), f"recipe.opt_betas={self.opt_betas} must each lie in [0, 1)."
         )
-        _require(0 < self.crop_pct <= 1, f"recipe.crop_pct={self.crop_pct} must lie in (0, 1].")
-        _require(self.clip_grad is None or self.clip_grad > 0, f"recipe.clip_grad={self.clip_grad} must be positive.")
-        _require(
+        require(0 < self.crop_pct <= 1, f"recipe.crop_pct={self.crop_pct} must lie in (0, 1].")
+        require(self.clip_grad is None or self.clip_grad > 0, f"recipe.clip_grad={self.clip_grad} must be positive.")
+        require(
             self.layer_decay is None or 0 < self.layer_decay <= 1,
             f"recipe.layer_decay={self.layer_decay} must lie in (0, 1].",
         )
         modes = ("const", "rand", "pixel")
-        _require(self.remode in modes, f"recipe.remode={self.remode!r} must be one of {', '.join(modes)}.")
-        _require(self.resize in RESIZES, f"recipe.resize={self.resize!r} must be one of {', '.join(RESIZES)}.")
-        _require(
+        require(self.remode in modes, f"recipe.remode={self.remode!r} must be one of {', '.join(modes)}.")
+        require(self.resize in RESIZES, f"recipe.resize={self.resize!r} must be one of {', '.join(RESIZES)}.")
+        require(
             self.sched_on_updates or float(self.warmup_epochs).is_integer(),
             f"recipe.warmup_epochs={self.warmup_epochs} is a fraction, which needs recipe.sched_on_updates=true.",
         )
         for name in ("scale", "ratio"):
             pair = getattr(self, name)
-            _require(len(pair) == 2 and 0 < pair[0] <= pair[1], f"recipe.{name}={pair} must be [low, high].")
+            require(len(pair) == 2 and 0 < pair[0] <= pair[1], f"recipe.{name}={pair} must be [low, high].")
 
     @property
     def mixes(self) -> bool:
@@ -222,19 +193,19 @@ class EngineConfig:
     max_nonfinite: int = key(3, "training stops after this many updates in a row with a non-finite loss or gradient")
 
     def __post_init__(self) -> None:
-        _require(self.device in DEVICES, f"engine.device={self.device!r} must be one of {', '.join(DEVICES)}.")
-        _require(
+        require(self.device in DEVICES, f"engine.device={self.device!r} must be one of {', '.join(DEVICES)}.")
+        require(
             self.precision in PRECISIONS, f"engine.precision={self.precision!r} must be one of {', '.join(PRECISIONS)}."
         )
         metrics = ("top1", "ema_top1")
-        _require(
+        require(
             self.best_metric in metrics, f"engine.best_metric={self.best_metric!r} must be one of {', '.join(metrics)}."
         )
         kinds = ("ddp", "fsdp")
-        _require(self.parallel in kinds, f"engine.parallel={self.parallel!r} must be one of {', '.join(kinds)}.")
-        _require_range(self, "engine.", "eval_every max_nonfinite", 1)
-        _require_range(self, "engine.", "log_seconds checkpoint_minutes", 0)
-        _require(self.timeout_minutes > 0, f"engine.timeout_minutes={self.timeout_minutes} must be positive.")
+        require(self.parallel in kinds, f"engine.parallel={self.parallel!r} must be one of {', '.join(kinds)}.")
+        require_range(self, "engine.", "eval_every max_nonfinite", 1)
+        require_range(self, "engine.", "log_seconds checkpoint_minutes", 0)
+        require(self.timeout_minutes > 0, f"engine.timeout_minutes={self.timeout_minutes} must be positive.")
 
 
 @dataclass
@@ -251,7 +222,7 @@ class LoggerConfig:
 
     def __post_init__(self) -> None:
         modes = ("online", "offline", "disabled")
-        _require(self.wandb_mode in modes, f"logger.wandb_mode={self.wandb_mode!r} must be one of {', '.join(modes)}.")
+        require(self.wandb_mode in modes, f"logger.wandb_mode={self.wandb_mode!r} must be one of {', '.join(modes)}.")
 
 
 @dataclass
@@ -282,25 +253,25 @@ class TrainConfig:
     reset_head: bool = key(False, "with init_from: start with a new classifier head (needed where the classes differ)")
 
     def __post_init__(self) -> None:
-        _require_range(self, "", "epochs max_steps batch_size", 1)
+        require_range(self, "", "epochs max_steps batch_size", 1)
         for name in self.allow_change:
-            _require(
+            require(
                 name in CHANGEABLE,
                 f"allow_change={name}: only {', '.join(CHANGEABLE)} may change; anything else is another run.",
             )
-        _require_range(self, "", "seed", 0, 2**32 - 1)
+        require_range(self, "", "seed", 0, 2**32 - 1)
         warmup, epochs = self.recipe.warmup_epochs, self.epochs
-        _require(
+        require(
             warmup < epochs,
             f"recipe.warmup_epochs={warmup} leaves nothing of epochs={epochs}; lower it or train for longer.",
         )
         for name, size in (("batch_size", self.batch_size), ("data.micro_batch_size", self.data.micro_batch_size)):
-            _require(
+            require(
                 not (self.recipe.mixes and size is not None and size % 2),
                 f"{name}={size} is odd, but mixup and cutmix mix images in pairs: make it even, "
                 "or switch them off with recipe.mixup=0 recipe.cutmix=0.",
             )
-        _require(
+        require(
             not (self.engine.best_metric == "ema_top1" and self.recipe.ema_decay is None),
             "engine.best_metric=ema_top1 needs recipe.ema_decay.",
         )
@@ -310,160 +281,7 @@ class TrainConfig:
                 (self.engine.precision == "fp16", "the loss scaling of fp16; use engine.precision=bf16"),
                 (self.compile, "compile=true; leave one of them out"),
             ):
-                _require(not clash, f"engine.parallel=fsdp does not combine with {remedy}.")
-        _require(
+                require(not clash, f"engine.parallel=fsdp does not combine with {remedy}.")
+        require(
             self.init_from is not None or not self.reset_head, "reset_head=true has no effect without init_from=..."
         )
-
-
-@dataclass
-class EfficiencyConfig:
-    """How `eval=efficiency` measures. Models and sizes stand beside it: `models`, `resolutions`."""
-
-    modes: list[str] = key(["inference", "training"], "inference, training: what is timed")
-    scopes: list[str] = key(["model"], "model: whole models; attention: their attention function alone, on q, k, v")
-    batch_sizes: list[int] = key([1], "images per call")
-    baselines: list[str] = key([], "models that the others are compared with; default: the first of `models`")
-    rounds: int = key(20, "timed calls of each model, in turn")
-    warmup: int = key(3, "calls of each model before them that do not count")
-    seconds: float = key(60.0, "no new round begins after this time; at least 3 are run")
-    energy_seconds: float = key(2.0, "seconds that a model runs for its energy to be read; 0: not measured")
-    compile: bool = key(False, "torch.compile what is timed; compilation is in the first call, which stands apart")
-    threads: int | None = key(None, "CPU threads; default: torch's own choice")
-    memory_limit_gib: float | None = key(None, "what exceeds it is out of memory; default: a CPU's available memory")
-    worker_minutes: float = key(10.0, "a measuring process that takes longer is stopped, and its cell says so")
-    highest: int | None = key(None, "search the highest resolution without memory failure up to here; null: no search")
-    highest_step: int = key(256, "pixels to which that resolution is found")
-    inference_watts: float = key(200.0, "constant power of the paper's energy column, inference")
-    training_watts: float = key(300.0, "constant power of the paper's energy column, training")
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("modes", ("inference", "training")), ("scopes", ("model", "attention"))):
-            values = getattr(self, name)
-            _require(len(values) > 0, f"efficiency.{name}=[] measures nothing; allowed: {', '.join(allowed)}.")
-            for value in values:
-                _require(value in allowed, f"efficiency.{name}: {value!r} must be one of {', '.join(allowed)}.")
-        _require(bool(self.batch_sizes) and min(self.batch_sizes) >= 1, "efficiency.batch_sizes must be at least 1.")
-        _require_range(self, "efficiency.", "rounds threads highest highest_step", 1)
-        _require_range(self, "efficiency.", "warmup seconds energy_seconds", 0)
-        for name in ("worker_minutes", "inference_watts", "training_watts", "memory_limit_gib"):
-            value = getattr(self, name)
-            _require(value is None or value > 0, f"efficiency.{name}={value} must be positive.")
-
-
-@dataclass
-class QualityConfig:
-    """How `eval=attention_quality` and `eval=maps` look into a model ([Attention quality](attention-quality.md))."""
-
-    annotations: str | None = key(
-        None, "boxes: a folder of VOC-style XML files or a COCO JSON file (digit_scenes: own)"
-    )
-    image_list: str | None = key(None, "images to take: a file of one a line, or images_*.csv of an earlier result")
-    perturbation_images: int = key(1000, "images for MoRF and LeRF, drawn by seed; all if there are no more; 0: none")
-    localization_images: int = key(2088, "annotated images for ROC and PR, drawn by seed likewise; 0: none")
-    map_images: int = key(4, "images that eval=maps draws")
-    seed: int = key(0, "draws the images, and the random order of removal")
-    map: str | None = key(None, "weights, in_degree, katz or class_token, as the mechanism has them; null: its default")
-    block: int = key(-1, "attention layer whose map is taken, from 0; negative: from the end")
-    heads: str = key("mean", "mean or max over the heads, or the number of one head, from 0")
-    fill: str = key("mean", "removed patches become the data set's mean colour, black, or a blur of the image")
-    blur_sigma: float = key(10.0, "of fill=blur, in pixels of the image that the model sees")
-
-    def __post_init__(self) -> None:
-        choices = ("mean", "black", "blur")
-        _require(self.fill in choices, f"quality.fill={self.fill!r} must be one of {', '.join(choices)}.")
-        _require(
-            self.heads in ("mean", "max") or self.heads.isdecimal(),
-            f"quality.heads={self.heads!r} must be mean, max or the number of a head.",
-        )
-        _require_range(self, "quality.", "perturbation_images localization_images", 0)
-        _require_range(self, "quality.", "map_images", 1)
-        _require_range(self, "quality.", "seed", 0, 2**32 - 1)
-        _require(self.blur_sigma > 0, f"quality.blur_sigma={self.blur_sigma} must be positive.")
-
-
-@dataclass
-class EvalConfig:
-    """Everything `eval.py` knows. Keys left at null are taken from the checkpoint."""
-
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name=""))
-    efficiency: EfficiencyConfig = field(default_factory=EfficiencyConfig)
-    checkpoint: str | None = key(None, "run folder, checkpoint file of a run, timm/NAME, or with model=... any weights")
-    eval: Any = key("accuracy", "a name, or a list of names (docs/imagenet.md); or one of check, compare, efficiency")
-    weights: str = key("raw", "raw or ema")
-    data: dict[str, Any] = key({}, "data keys that replace those of the checkpoint")
-    roots: dict[str, Any] = key({}, "folder of one ImageNet set outside data.root, e.g. `roots.imagenet_a=/data/a`")
-    quality: QualityConfig = field(default_factory=QualityConfig)
-    runs: list[str] = key(
-        [], "for eval=compare: two run folders, or two files of predictions; oversmoothing, maps: further models"
-    )
-    num_images: int | None = key(
-        None, "for eval=alignment, health, markov, oversmoothing: images, evenly spread over the split (64, 16, 8, 64)"
-    )
-    models: list[str] = key([], "for eval=efficiency: NAME, timm/NAME, either with :unfused (docs/performance.md)")
-    resolutions: list[int] = key([], "for eval=efficiency: image sides in pixels")
-    on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
-    reparameterize: bool = key(True, "evaluate the form for inference, the same up to rounding; false: as trained")
-    device: str = key("auto", "auto, cpu, cuda or mps")
-    precision: str = key("auto", "auto, fp32, bf16 or fp16")
-    batch_size: int = key(64, "images per forward pass; has no influence on results")
-    crop_pct: float | None = key(None, "share of the resized image that the centre crop keeps")
-    interpolation: str | None = key(None, "resize filter")
-    timeout_minutes: float = key(10.0, "how long a process waits for the others before it ends with an error")
-    output: str | None = key(None, "folder for the result files; default: the run folder, or runs/timm-NAME")
-    debug: bool = key(False, "show full tracebacks")
-    imports: list[str] = key([], "modules to import first")
-
-    def __post_init__(self) -> None:
-        self.eval = [self.eval] if isinstance(self.eval, str) else self.eval
-        if self.eval == ["oversmoothing"] and self.runs and self.checkpoint is None and not self.model.name:
-            self.checkpoint, *self.runs = self.runs
-        _require(len(self.eval) > 0, "eval=[] names nothing to evaluate.")
-        for name in STANDALONE:
-            _require(name not in self.eval or self.eval == [name], f"eval={name} stands alone; leave the others out.")
-        _require(
-            self.eval[0] in STANDALONE or self.checkpoint is not None or bool(self.model.name),
-            "checkpoint=... is missing: name a run folder, e.g. checkpoint=runs/my_run, or model=timm/NAME.",
-        )
-        compares = self.eval == ["compare"]
-        _require(not compares or len(self.runs) == 2, "eval=compare needs two runs: 'runs=[runs/first,runs/second]'.")
-        _require(
-            compares or self.eval in (["oversmoothing"], ["maps"]) or not self.runs,
-            "runs=... is for eval=compare, maps and oversmoothing; name one run with checkpoint=...",
-        )
-        _require(self.num_images is None or self.num_images >= 1, f"num_images={self.num_images} must be at least 1.")
-        measures = self.eval == ["efficiency"]
-        for name in ("models", "resolutions"):
-            values = getattr(self, name)
-            _require(measures or not values, f"{name}=... is for eval=efficiency; leave it out.")
-            _require(bool(values) or not measures, f"eval=efficiency needs {name}=[...].")
-            _require(len(set(values)) == len(values), f"{name}={values} names one twice.")
-        for name in self.efficiency.baselines:
-            _require(name in self.models, f"efficiency.baselines: {name} is not among models={self.models}.")
-        highest = self.efficiency.highest
-        _require(
-            not measures or highest is None or highest >= min(self.resolutions),
-            f"efficiency.highest={highest} is below the smallest of resolutions={self.resolutions}.",
-        )
-        _require(
-            not measures or (self.checkpoint is None and not self.model.name),
-            "eval=efficiency measures models=[...] without weights; leave out checkpoint=... and model=...",
-        )
-        _require(self.weights in WEIGHTS, f"weights={self.weights!r} must be one of {', '.join(WEIGHTS)}.")
-        _require(self.precision in PRECISIONS, f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}.")
-        _require(self.device in DEVICES, f"device={self.device!r} must be one of {', '.join(DEVICES)}.")
-        choices = ("error", "exclude")
-        _require(self.on_damaged in choices, f"on_damaged={self.on_damaged!r} must be one of {', '.join(choices)}.")
-        _require(self.batch_size >= 1, f"batch_size={self.batch_size} must be at least 1.")
-        _require(self.timeout_minutes > 0, f"timeout_minutes={self.timeout_minutes} must be positive.")
-
-
-def leaf_keys(schema: type, prefix: str = "") -> list[str]:
-    """Returns every key of a configuration dataclass in dotted form."""
-    keys: list[str] = []
-    for f in fields(schema):
-        if isinstance(f.type, type) and is_dataclass(f.type):
-            keys += leaf_keys(f.type, f"{prefix}{f.name}.")
-        else:
-            keys.append(prefix + f.name)
-    return keys
