@@ -92,7 +92,8 @@ def shard_paths(data: DataConfig, split_name: str) -> list[Path]:
     if not paths:
         raise DataError(
             f"No shards match {root / pattern} (data.reader={data.reader}); "
-            "correct data.root or the pattern, e.g. 'wds/{split}-*.tar' or 'wds/*.tar' for a folder per split."
+            "correct data.root, the name of the split or the pattern, e.g. 'data.reader=\"wds/{split}-*.tar\"', or "
+            "data.reader=wds/*.tar for a folder per split."
         )
     return paths
 
