@@ -1,6 +1,5 @@
 """ImageNet and its relatives in one table."""
 
-import csv
 import hashlib
 import logging
 from dataclasses import replace
@@ -94,14 +93,6 @@ def score_set(config: EvalConfig, rebuilt: Rebuilt, entry: OpenSet, processes: P
     if whole and len(hits) != entry.spec.images:
         log.warning("%s: %d images scored; the whole set has %d", entry.spec.name, len(hits), entry.spec.images)
     return row | settings(config, rebuilt)
-
-
-def write_csv(path: Path, rows: list[Row]) -> None:
-    """Writes the rows; all have the same columns."""
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def show(rows: list[Row]) -> str:

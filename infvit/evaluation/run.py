@@ -20,12 +20,13 @@ from infvit.evaluation.check import check
 from infvit.evaluation.compare import compare
 from infvit.evaluation.efficiency import efficiency
 from infvit.evaluation.files import require_writable, result_folder, result_path
-from infvit.evaluation.imagenet import open_sets, require_known, score_set, show, write_csv
+from infvit.evaluation.imagenet import open_sets, require_known, score_set, show
 from infvit.evaluation.maps import evaluate_maps
 from infvit.evaluation.markov import evaluate_markov
 from infvit.evaluation.matrices import evaluate_health
 from infvit.evaluation.oversmoothing import evaluate_oversmoothing
 from infvit.evaluation.rebuild import Rebuilt, use_inference_form
+from infvit.evaluation.tables import write_csv
 
 log = logging.getLogger(__name__)
 
