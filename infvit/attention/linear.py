@@ -40,14 +40,15 @@ def causal_linear_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], 
     Exact, and therefore quadratic in the number of tokens.
 
     Returns:
-        Weights, (B, H, N, N), zero above the diagonal.
+        Weights, (B, H, M, N): zero above the diagonal, or over all keys where the mask is not causal but `ordered`.
     """
     norms = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
     pooled = (norms * q).cumsum(-2) / (norms.cumsum(-2) + EPS)
     allowed = mask.allowed(q.shape[-2], k.shape[-2], q.device)
-    assert allowed is not None
     scores = phi(pooled @ k.transpose(-2, -1))
-    return normalised(torch.where(allowed, scores, scores.new_zeros(())), -1)
+    if allowed is not None:
+        scores = torch.where(allowed, scores, scores.new_zeros(()))
+    return normalised(scores, -1)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -81,7 +82,7 @@ class LinearInfSA(InfSA):
     ties_key = True
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if mask.causal:
+        if mask.causal or mask.ordered:
             weights = causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)
             return self.decay() * (self.attn_drop(weights) @ v)
         weights = self._weights(q, k, mask)
@@ -96,7 +97,7 @@ class LinearInfSA(InfSA):
         return normalised(scores, -1)
 
     def _matrix(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-        if mask.causal:
+        if mask.causal or mask.ordered:
             return self.decay() * causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)
         matrix = (self.decay() * self._weights(q, k, mask)).expand(-1, -1, q.shape[-2], -1)
         return zero_padded(matrix, mask.queries)
@@ -106,7 +107,7 @@ class LinearInfSA(InfSA):
 
     def absorbs(self, mask: Mask) -> bool:
         """Not under a mask other than padding, and not with dropout on the weights."""
-        return not mask.causal and mask.pairs is None and not (self.training and self.attn_drop.p > 0)
+        return not (mask.causal or mask.ordered) and mask.pairs is None and not (self.training and self.attn_drop.p > 0)
 
     def absorbed(self, x: Tensor, weights: Projections, mask: Mask) -> Tensor:
         """Computes the one output of all tokens from the tokens before their projection; equals `mix` up to rounding.

@@ -24,6 +24,7 @@ class Capabilities:
         padding: key and query padding masks; real tokens are exactly as if the padded ones were not there.
         causal: position i depends on positions 0..i only.
         pairwise: boolean masks over single query-key pairs.
+        bias: a bias on the logit of each pair (`Mask.bias`), relative positions say.
         cross: numbers of queries and keys may differ.
         permutation_equivariant: permuting the tokens permutes the output.
         matrix: the mixing matrix is available, with `output = matrix @ v`.
@@ -35,6 +36,7 @@ class Capabilities:
     padding: bool = False
     causal: bool = False
     pairwise: bool = False
+    bias: bool = False
     cross: bool = False
     permutation_equivariant: bool = False
     matrix: bool = False
@@ -51,12 +53,16 @@ class Mask:
         queries: real queries, shape (B, M).
         pairs: allowed pairs, broadcastable to (B, H, M, N).
         causal: allow only keys at or before the query's position.
+        bias: finite numbers added to the logits `q k^T / sqrt(D)`, broadcastable to (B, H, M, N).
+        ordered: no query may feel a later one, though each sees all keys: the cross-attention of a causal decoder.
     """
 
     keys: Tensor | None = None
     queries: Tensor | None = None
     pairs: Tensor | None = None
     causal: bool = False
+    bias: Tensor | None = None
+    ordered: bool = False
 
     def allowed(self, num_queries: int, num_keys: int, device: torch.device) -> Tensor | None:
         """Returns the allowed pairs as one boolean tensor broadcastable to (B, H, M, N), or None when all are."""
@@ -254,6 +260,12 @@ class Mechanism(nn.Module):
             self._require("causal", "causal masks")
             if q.shape[-2] != k.shape[-2]:
                 raise ConfigError(f"a causal mask needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}.")
+        if mask.ordered:
+            self._require("causal", "queries that must not feel later ones")
+        if mask.bias is not None:
+            self._require("bias", "a bias on the logits of query-key pairs")
+            if not mask.bias.is_floating_point():
+                raise ConfigError(f"Mask.bias must hold floating-point numbers, not {mask.bias.dtype}.")
         if q.shape[-2] != k.shape[-2]:
             self._require("cross", "different numbers of queries and keys")
         # int: while TorchScript traces, sizes are tensors

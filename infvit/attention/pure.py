@@ -28,23 +28,34 @@ def pure_infsa_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mas
         k: keys, (B, H, N, D), scaled by 1 / sqrt(D).
         phi: activation, elementwise.
         mask: excluded pairs contribute 0 to the product and to the norm. Under a causal mask row i is divided by the
-            norm of the block A[:i+1, :i+1] instead, so that no later token is felt through the norm either.
+            norm of the block A[:i+1, :i+1] instead, so that no later token is felt through the norm either; so it is
+            where queries are `ordered`, and where `pairs` let no query see a later key, which is a causal mask too.
 
     Returns:
         A, (B, H, M, N).
     """
-    scores = phi(q @ k.transpose(-2, -1))
+    scores = q @ k.transpose(-2, -1)
+    if mask.bias is not None:
+        scores = scores + mask.bias.to(scores.dtype) * q.shape[-1] ** -0.5
+    scores = phi(scores)
     allowed = mask.allowed(q.shape[-2], k.shape[-2], q.device)
     if allowed is not None:
         # By selection: adding -inf before phi would give NaN under GELU.
         scores = torch.where(allowed, scores, scores.new_zeros(()))
-    if mask.causal:
-        # (B, H, M, 1): the norm of all rows up to and including this one.
-        row_norms = torch.linalg.vector_norm(scores, dim=-1, keepdim=True)
-        norm = _safe_sqrt(row_norms.square().cumsum(-2))
-    else:
-        norm = torch.linalg.vector_norm(scores, dim=(-2, -1), keepdim=True)
-    return scores / (norm + EPS)
+    return scores / (_norms(scores, mask) + EPS)
+
+
+def _norms(scores: Tensor, mask: Mask) -> Tensor:
+    """Returns the norm of the whole matrix, (B, H, 1, 1), or of all rows up to and including each, (B, H, M, 1)."""
+    in_order = mask.causal or mask.ordered
+    if not in_order and (mask.pairs is None or scores.shape[-2] != scores.shape[-1]):
+        return torch.linalg.vector_norm(scores, dim=(-2, -1), keepdim=True)
+    running = _safe_sqrt(torch.linalg.vector_norm(scores, dim=-1, keepdim=True).square().cumsum(-2))
+    if in_order:
+        return running
+    assert mask.pairs is not None
+    later = mask.pairs.triu(1).any(-1, keepdim=True).any(-2, keepdim=True)  # by selection: no look at the values
+    return torch.where(later, running[..., -1:, :], running)
 
 
 def _safe_sqrt(x: Tensor) -> Tensor:
@@ -123,7 +134,7 @@ def pure_infsa(
 
 def choose_path(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """Returns how `pure_infsa` computes: `plain` where only that works, else `triton` where it runs, else `tiled`."""
-    if dropout > 0 or mask.pairs is not None:
+    if dropout > 0 or _over_pairs(mask):
         return "plain"
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return "plain"  # a file for runtimes that do not know our operator
@@ -136,12 +147,16 @@ def _runs_triton(device: torch.device) -> bool:
     return TRITON and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
+def _over_pairs(mask: Mask) -> bool:
+    return mask.pairs is not None or mask.bias is not None or mask.ordered
+
+
 def _check_path(path: str, q: Tensor, v: Tensor, mask: Mask, dropout: float) -> None:
     if path not in PATHS:
         raise ConfigError(f"unknown path {path!r}; allowed: {', '.join(PATHS)}.")
     if path == "plain":
         return
-    if dropout > 0 or mask.pairs is not None:
+    if dropout > 0 or _over_pairs(mask):
         raise ConfigError(f"path={path!r} supports neither dropout nor masks over single pairs; use path='plain'.")
     if path == "triton" and (q.dtype not in TRITON_DTYPES or max(q.shape[-1], v.shape[-1]) > TRITON_CHANNELS):
         raise ConfigError(f"path='triton' takes up to {TRITON_CHANNELS} channels in float32, float16 or bfloat16, not "
@@ -163,6 +178,7 @@ class PureInfSA(InfSA):
         padding=True,
         causal=True,
         pairwise=True,
+        bias=True,
         cross=True,
         permutation_equivariant=True,
         matrix=True,

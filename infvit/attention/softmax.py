@@ -22,6 +22,7 @@ class SoftmaxAttention(Mechanism):
         padding=True,
         causal=True,
         pairwise=True,
+        bias=True,
         cross=True,
         permutation_equivariant=True,
         matrix=True,
@@ -54,15 +55,19 @@ class SoftmaxAttention(Mechanism):
         if mask.pairs is None and q.is_cpu and not graph and k.shape[-2] < 16:
             # Rows shorter than a SIMD register: torch's CPU kernel returns 0 for NaN (pytorch#141128) unless masked.
             mask = replace(mask, pairs=torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device))
-        if mask == Mask(causal=mask.causal):
+        if mask == Mask(causal=mask.causal, ordered=mask.ordered):
             return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=mask.causal)
         allowed, empty = _open_empty_rows(mask, q, k)
+        if mask.bias is not None:
+            allowed = torch.where(allowed, mask.bias.to(q.dtype), float("-inf"))
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, dropout_p=dropout)
         return torch.where(empty, out.new_zeros(()), out)
 
     def _matrix(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
         scores = (q * self.scale) @ k.transpose(-2, -1)
-        if mask == Mask():
+        if mask.bias is not None:
+            scores = scores + mask.bias.to(scores.dtype)
+        if mask == Mask(bias=mask.bias, ordered=mask.ordered):
             return scores.softmax(-1)
         allowed, empty = _open_empty_rows(mask, q, k)
         weights = torch.where(allowed, scores, float("-inf")).softmax(-1)
@@ -103,6 +108,7 @@ def _open_empty_rows(mask: Mask, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     A softmax over no key at all is 0/0; opening such a row keeps NaN out of the values and the gradients.
     """
     allowed = mask.allowed(q.shape[-2], k.shape[-2], q.device)
-    assert allowed is not None
+    if allowed is None:
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device)
     empty = ~allowed.any(-1, keepdim=True)
     return allowed | empty, empty

@@ -19,9 +19,11 @@ from infvit.testing.layers import (
     check_meta_device,
 )
 from infvit.testing.promises import (
+    check_bias,
     check_causal,
     check_cross,
     check_matrix,
+    check_ordered,
     check_padding,
     check_pairwise,
     check_permutation_equivariant,
@@ -55,7 +57,9 @@ CHECKS: tuple[Check, ...] = (
     check_padding,
     check_causal,
     check_pairwise,
+    check_bias,
     check_cross,
+    check_ordered,
     check_permutation_equivariant,
     check_matrix,
     check_token_map,

@@ -83,10 +83,11 @@ def declared_masks(core: Mechanism, tokens: int = TOKENS) -> list[Mask]:
     declared = core.capabilities
     real = torch.ones(2, tokens, dtype=torch.bool)
     real[0, 1] = real[0, -1] = False
+    bias = [Mask(bias=random(2, HEADS, tokens, tokens))] if declared.bias else []
     kinds = product(
         sorted({False, declared.padding}), sorted({False, declared.pairwise}), sorted({False, declared.causal})
     )
-    return [
+    return bias + [
         Mask(
             keys=real if padding else None,
             queries=real if padding else None,

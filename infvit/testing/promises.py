@@ -1,6 +1,7 @@
 """What a mechanism declares: each capability holds, and whatever is not declared raises."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -104,9 +105,60 @@ def check_pairwise(name: str, **args: Any) -> None:
         kept = [j for j in range(TOKENS) if j != unseen]
         removed = core(q, k[:, :, kept], v[:, :, kept], Mask(pairs=pairs[..., kept]))
         assert_close(removed, core(q, k, v, Mask(pairs=pairs)), **EXACT)
+    if declared.causal:
+        triangle = every.tril()
+        assert_close(core(q, k, v, Mask(pairs=triangle)), core(q, k, v, Mask(causal=True)), **EXACT)
     for shared in (pairs[0, 0], pairs[:1, :1], pairs[:, :1], pairs[:1]):
         full = shared.broadcast_to(2, HEADS, TOKENS, TOKENS)
         assert_close(core(q, k, v, Mask(pairs=shared)), core(q, k, v, Mask(pairs=full)), **EXACT)
+
+
+def check_bias(name: str, **args: Any) -> None:
+    """A bias on the logits is what the last channel of queries and keys adds to them, under every mask."""
+    core = build(name, args)
+    zero = torch.zeros(TOKENS, TOKENS, dtype=torch.float64)
+    if not core.capabilities.bias:
+        refused(lambda: core(*inputs_of(core), Mask(bias=zero)), "bias")
+        return
+    q, k, v = inputs_of(core, grad=True)
+    assert_close(core(q, k, v, Mask(bias=zero)), core(q, k, v), **EXACT)
+    refused(lambda: core(q, k, v, Mask(bias=zero.bool())), "a boolean bias")
+    weight = random(2, HEADS, TOKENS, DIM)
+    keep = torch.tensor([1.0] * (DIM - 1) + [0.0]).double()
+    for mask in declared_masks(core):
+        bias = q[..., -1:] @ k[..., -1:].mT / DIM**0.5
+        out = core(q * keep, k * keep, v, replace(mask, bias=bias))
+        expected = core(q, k, v, replace(mask, bias=None))
+        all_close([out], [expected])
+        all_close(torch.autograd.grad(out, (q, k, v), weight), torch.autograd.grad(expected, (q, k, v), weight))
+    full = random(2, HEADS, TOKENS, TOKENS)
+    for shared in (full[0, 0], full[:1, :1], full[:, :1], full[:1]):
+        spread = shared.broadcast_to(full.shape)
+        assert_close(core(q, k, v, Mask(bias=shared)), core(q, k, v, Mask(bias=spread)), **EXACT)
+    half = build(name, args, dtype=torch.float16)(*(x.half() for x in (q, k, v)), Mask(bias=full.half()))
+    assert_close(half.double(), core(q, k, v, Mask(bias=full)), rtol=0, atol=4e-3)
+
+
+def check_ordered(name: str, **args: Any) -> None:
+    """Queries in order see all keys and feel no later query, by value and by gradient."""
+    core = build(name, args)
+    declared = core.capabilities
+    ordered = Mask(ordered=True)
+    if not declared.causal:
+        refused(lambda: core(*inputs_of(core), ordered), "queries in order")
+        return
+    for keys in (TOKENS - 3, TOKENS) if declared.cross else (TOKENS,):
+        q, k, v = inputs_of(core, TOKENS, keys, grad=True)
+        out = core(q, k, v, ordered)
+        for i in range(TOKENS):
+            grads = torch.autograd.grad(out[:, :, i].sum(), (q, k, v), retain_graph=True)
+            assert not grads[0][:, :, i + 1 :].any(), f"query {i} has a gradient to later ones"
+            assert i or grads[2][:, :, 1:].any(), "the first query sees no later key"
+            if declared.cross and declared.any_length:
+                assert_close(core(q[:, :, : i + 1], k, v, ordered), out[:, :, : i + 1], **EXACT)
+        assert_close(out[:, :, -1], core(q, k, v)[:, :, -1], **EXACT)
+        if declared.matrix:
+            assert_close(core.matrix(q, k, ordered) @ v, out, **EXACT)
 
 
 def check_cross(name: str, **args: Any) -> None:

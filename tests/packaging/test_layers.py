@@ -12,6 +12,7 @@ LAYERS = [
     {"errors", "version"},
     {"config"},
     {"attention"},
+    {"convert"},
     {"models"},
     {"data", "recipe"},
     {"metrics"},
@@ -21,8 +22,11 @@ LAYERS = [
     {"sweep", "report"},
     {"cli"},
 ]
-# The package itself registers attention and models; the contract checks for users stand on attention alone.
-SPECIAL = {"": {"attention", "models", "version"}, "testing": {"attention", "errors", "testing"}}
+# The package itself registers attention and models; the checks for users stand on attention and convert alone.
+SPECIAL = {
+    "": {"attention", "convert", "models", "version"},
+    "testing": {"attention", "convert", "errors", "testing"},
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -1,0 +1,218 @@
+"""`convert` and `revert`: another attention mechanism inside a model that somebody else wrote."""
+
+from collections.abc import Iterable
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infvit.attention import AttentionLayer, Mechanism, get_mechanism, hyperparameters
+from infvit.convert import torch as torch_modules
+from infvit.convert.report import ConversionReport, Entry
+from infvit.convert.site import Library, Site, library_class
+from infvit.errors import ConfigError
+
+Model = TypeVar("Model", bound=nn.Module)
+Patterns = str | Iterable[str] | None
+REPORT = "conversion_report"
+
+
+def libraries() -> list[Library]:
+    """Returns the libraries that are known and loaded; a model of one that is not loaded cannot exist."""
+    return [torch_modules.LIBRARY]
+
+
+def convert(
+    model: Model,
+    mechanism: str = "infsa_pure",
+    *,
+    gamma: float | None = None,
+    gamma_trainable: bool | None = None,
+    activation: str | None = None,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    target_types: type[nn.Module] | Iterable[type[nn.Module]] | None = None,
+    inplace: bool = False,
+    **hyperparameters: Any,
+) -> Model:
+    """Puts an attention mechanism into a model of torch, torchvision, timm or transformers.
+
+    Projections, position encodings, masks, caches, weights, dtype, device, mode, hooks and names stay; only how values
+    are mixed changes. What cannot be converted exactly is refused by name. Converting again with the same arguments
+    changes nothing; with others, it replaces the mechanism and its parameters.
+
+    Args:
+        model: the model, or one module of attention.
+        mechanism: name of a registered mechanism.
+        gamma: start value of the path decay of InfSA, in (0, 1); None: 0.7.
+        gamma_trainable: whether it is learned; None: yes.
+        activation: relu, gelu or abs; None: relu.
+        include: patterns of module names (`*` stands for anything; a plain string also for a part of the name); only
+            these are converted.
+        exclude: patterns of names that are left alone.
+        target_types: classes of modules; only these are converted.
+        inplace: change the model itself; otherwise a copy.
+        **hyperparameters: others of the mechanism.
+
+    Returns:
+        The model, with `conversion_report`.
+
+    Raises:
+        ConfigError: nothing to convert, unknown mechanism or hyperparameter, or a model that was wrapped or compiled.
+    """
+    named = {"gamma": gamma, "gamma_trainable": gamma_trainable, "activation": activation}
+    args = {**{key: value for key, value in named.items() if value is not None}, **hyperparameters}
+    cls = _check_mechanism(mechanism, args)
+    _check_model(model)
+    if not inplace:
+        model = _copied(model)
+    known = libraries()
+    sites = [site for library in known for site in library.find(model)]
+    types = (target_types,) if isinstance(target_types, type) else tuple(target_types or ())
+    converted, kept, refused = [], [], _unknown(model, sites)
+    for site in sites:
+        entry = Entry(site.name, library_class(site.module).__name__)
+        if not _wanted(site.name, include, exclude) or (types and not issubclass(library_class(site.module), types)):
+            kept.append(_noted(entry, "not asked for"))
+            continue
+        if _same(site.module, cls, args):
+            kept.append(_noted(entry, f"is {mechanism} already"))
+            continue
+        core, reason = _core(cls, site, args)
+        if core is None:
+            refused.append(_noted(entry, reason))
+            continue
+        site.install(core)
+        converted.append(_noted(entry, f"{site.num_heads} heads of {site.head_dim} channels"))
+    report = ConversionReport(mechanism, tuple(converted), tuple(kept), tuple(refused), copied=not inplace)
+    if not converted and not any("already" in entry.note for entry in kept):
+        raise ConfigError(f"nothing to convert in {type(model).__name__}. {_looked_for(known)}\n{report}")
+    _settle(model, known)
+    setattr(model, REPORT, report)  # an attribute of the user's model
+    return model
+
+
+def revert(model: Model) -> Model:
+    """Gives a converted model, in place, its own attention back. Weights stay as trained; the mechanisms' own go.
+
+    Raises:
+        ConfigError: nothing in the model is converted.
+    """
+    known = libraries()
+    sites = [site for library in known for site in library.find(model) if hasattr(site.module, "infsa")]
+    if not sites:
+        raise ConfigError(f"nothing in {type(model).__name__} is converted.")
+    for site in sites:
+        site.remove()
+    _settle(model, known)
+    if hasattr(model, REPORT):
+        delattr(model, REPORT)
+    return model
+
+
+def _settle(model: nn.Module, known: Iterable[Library]) -> None:
+    for library in known:
+        if library.settle is not None:
+            library.settle(model)
+
+
+def _check_mechanism(name: str, args: dict[str, Any]) -> type[Mechanism]:
+    cls = get_mechanism(name)
+    unknown = set(args) - hyperparameters(cls)
+    if unknown:
+        raise ConfigError(
+            f"attention mechanism {name!r} takes {sorted(hyperparameters(cls)) or 'nothing'}, not {sorted(unknown)}."
+        )
+    if not cls.capabilities.any_length and "num_tokens" not in args:
+        raise ConfigError(f"attention mechanism {name!r} is built for one number of tokens: give num_tokens.")
+    return cls
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"convert takes a torch.nn.Module, not {type(model).__name__}.")
+    wrappers = (
+        "OptimizedModule",
+        "DistributedDataParallel",
+        "DataParallel",
+        "FullyShardedDataParallel",
+        "ScriptModule",
+    )
+    for parent in type(model).__mro__:
+        if parent.__name__ in wrappers:
+            raise ConfigError(f"the model is wrapped in {parent.__name__}: convert it first, then wrap or compile it.")
+
+
+def _copied(model: Model) -> Model:
+    try:
+        return deepcopy(model)
+    except Exception as error:
+        raise ConfigError(f"{type(model).__name__} cannot be copied ({error}); use inplace=True.") from error
+
+
+def _wanted(name: str, include: Patterns, exclude: Patterns) -> bool:
+    return (include is None or _matches(name, include)) and not (exclude is not None and _matches(name, exclude))
+
+
+def _matches(name: str, patterns: Patterns) -> bool:
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    return any(fnmatchcase(name, pattern) if "*" in pattern else pattern in name for pattern in patterns)
+
+
+def _noted(entry: Entry, note: str) -> Entry:
+    return Entry(entry.name, entry.kind, note)
+
+
+def _looked_for(known: Iterable[Library]) -> str:
+    return f"Looked for: {'; '.join(library.name for library in known)}."
+
+
+def _same(module: nn.Module, cls: type[Mechanism], args: dict[str, Any]) -> bool:
+    core = getattr(module, "infsa", None)
+    return type(core) is cls and core.__dict__["converted_with"] == args
+
+
+def _core(cls: type[Mechanism], site: Site, args: dict[str, Any]) -> tuple[Mechanism | None, str]:
+    """Returns the mechanism for a site, or None and why there is none."""
+    if site.refusal is not None:
+        return None, site.refusal
+    missing = sorted(need for need in site.needs if not getattr(cls.capabilities, need))
+    if missing:
+        return None, f"{cls.name} does not support what it needs: {', '.join(missing)}"
+    try:
+        core = cls(site.num_heads, site.head_dim, site.dropout, **site.factory(), **args)
+    except ConfigError as error:
+        return None, str(error)
+    if core.extra_dim:
+        return None, f"{cls.name} needs a projection of its own, which other people's models lack"
+    core.__dict__["converted_with"] = args
+    if not core.state_dict() and cls.name != "softmax":
+        # A state dict must not load silently into the model that was not converted.
+        core.register_buffer("converted", torch.empty(0, **site.factory()))
+    return core, ""
+
+
+def _unknown(model: nn.Module, sites: list[Site]) -> list[Entry]:
+    """Returns modules whose class name says attention and that no library knows: outermost, and not around a site."""
+    names = [site.name for site in sites]
+    found: list[Entry] = []
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if not any(word in kind.lower() for word in ("attention", "attn")) or any(
+            _inside(name, other) for other in names
+        ):
+            continue
+        if any(_inside(other, name) for other in names) or any(_inside(name, entry.name) for entry in found):
+            continue
+        if isinstance(module, AttentionLayer):
+            note = "infvit's own: its mechanism is an argument of the model (attention=...)"
+        else:
+            note = f"infvit does not know {type(module).__module__}.{kind}"
+        found.append(Entry(name, kind, note))
+    return found
+
+
+def _inside(name: str, other: str) -> bool:
+    return name == other or other == "" or name.startswith(f"{other}.")

@@ -1,0 +1,148 @@
+"""From a library's queries, keys, values, scale and masks to a call of a mechanism."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infvit.attention import Mask, Mechanism
+from infvit.errors import ConfigError
+
+EXCLUDED = (
+    -1e4
+)  # An additive mask at or below this excludes; softmax gives weight 0 there, and no learned bias comes near.
+
+
+def attend(core: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
+    """Calls a mechanism as a library would call its own attention.
+
+    Args:
+        core: the mechanism.
+        q: queries, (B, H, M, D), as the library has them before its scale.
+        k: keys, (B, H, N, D); fewer heads, H / n, serve n heads of queries each, one after the other.
+        v: values, (B, H, N, E); the same.
+        **call: the arguments of `read_call`.
+
+    Returns:
+        The output, (B, H, M, E).
+    """
+    q, k, mask = read_call(core, q, k, **call)
+    return core(q, k, _for_each_query_head(v, q), mask)
+
+
+def attention_weights(core: Mechanism, q: Tensor, k: Tensor, **call: Any) -> Tensor:
+    """Returns the mixing matrix of the same call, (B, H, M, N)."""
+    return core.matrix(*read_call(core, q, k, **call))
+
+
+def read_call(
+    core: Mechanism,
+    q: Tensor,
+    k: Tensor,
+    *,
+    scale: float | Tensor | None = None,
+    mask: Tensor | None = None,
+    keys: Tensor | None = None,
+    queries: Tensor | None = None,
+    causal: bool = False,
+    ordered: bool = False,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Mask]:
+    """Returns queries, keys and mask for a mechanism whose logits are `q k^T / sqrt(D) + bias`.
+
+    Args:
+        core: the mechanism.
+        q: queries, (B, H, M, D).
+        k: keys, (B, H / n, N, D).
+        scale: factor of `q k^T` in the library's logits, a number or broadcastable to (B, H, M, D); None: 1 / sqrt(D).
+        mask: boolean (True: takes part) or added to the logits (-10,000 and less: does not take part), broadcastable to
+            (B, H, M, N).
+        keys: real keys, (B, N).
+        queries: real queries, (B, M).
+        causal: query i sees keys 0 to i.
+        ordered: no query may feel a later one, see `infvit.attention.Mask`.
+        bias: finite numbers added to the logits, broadcastable to (B, H, M, N).
+    """
+    root = math.sqrt(core.head_dim)
+    if scale is not None and not (isinstance(scale, float) and math.isclose(scale * root, 1, rel_tol=1e-9)):
+        q = q * (scale * root)
+    k = _for_each_query_head(k, q)
+    pairs = mask
+    if mask is not None and mask.is_floating_point():
+        pairs = mask > EXCLUDED
+        finite = torch.where(pairs, mask, mask.new_zeros(()))
+        if core.capabilities.bias:
+            bias = finite if bias is None else bias + finite
+        else:
+            refuse_bias(finite, core.name)
+    if pairs is not None and not core.capabilities.pairwise:
+        pairs, keys, queries, causal = _without_pairs(core, pairs, q, k, keys, queries, causal)
+    return q, k, Mask(keys=keys, queries=queries, pairs=pairs, causal=causal, bias=bias, ordered=ordered)
+
+
+def refuse_bias(bias: Tensor, mechanism: str) -> None:
+    """Raises where a bias is not zero; in a compiled graph the check is part of the graph.
+
+    Raises:
+        ConfigError: not zero. A compiled graph raises RuntimeError with the same words.
+    """
+    message = (
+        f"attention mechanism {mechanism!r} has no logits of single pairs to add a bias to, and the model adds one "
+        "that is not 0. Convert to infsa_pure, or exclude this layer."
+    )
+    if bias.is_meta:
+        return
+    if torch.compiler.is_compiling():
+        torch._assert_async(~bias.any(), message)
+    elif bias.any():
+        raise ConfigError(message)
+
+
+def is_causal_mask(mask: Tensor) -> bool:
+    """Whether a mask (..., M, N), boolean (True: takes part) or additive, lets no query see a later key.
+
+    Raises:
+        ConfigError: in a compiled graph, where values cannot be looked at.
+    """
+    if mask.is_meta:
+        return False
+    if torch.compiler.is_compiling():
+        raise ConfigError("a compiled model must be told whether its mask is causal: pass is_causal=True or "
+                          "tgt_is_causal=True beside the mask, or no mask.")  # fmt: skip
+    allowed = mask > EXCLUDED if mask.is_floating_point() else mask
+    return not bool(allowed.triu(1).any())
+
+
+def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+    """Repeats the heads of grouped keys or values."""
+    times = q.shape[1] // x.shape[1]
+    return x if times == 1 else x.repeat_interleave(times, 1)
+
+
+def _without_pairs(
+    core: Mechanism,
+    pairs: Tensor,
+    q: Tensor,
+    k: Tensor,
+    keys: Tensor | None,
+    queries: Tensor | None,
+    causal: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool]:
+    """Reads a mask over pairs as one of padding, or as the causal one, for a mechanism that knows only those."""
+    pairs = pairs[(None,) * (4 - pairs.ndim)]
+    if pairs.shape[1] == 1 and pairs.shape[2] == 1:  # the same keys for every query
+        real = pairs[:, 0, 0].expand(q.shape[0], k.shape[-2])
+        return None, real if keys is None else keys & real, queries, causal
+    if not torch.compiler.is_compiling() and not pairs.is_meta:
+        seen = pairs.any(-2, keepdim=True)
+        if torch.equal(pairs, seen.expand_as(pairs)) and pairs.shape[1] == 1:
+            return _without_pairs(core, seen, q, k, keys, queries, causal)
+        if core.capabilities.causal and q.shape[-2] == k.shape[-2]:
+            triangle = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).tril()
+            if torch.equal(pairs, triangle.expand_as(pairs)):
+                return None, keys, queries, True
+    raise ConfigError(
+        f"attention mechanism {core.name!r} does not support masks over single query-key pairs (padding and causal "
+        "masks aside, which must be told as such where the model is compiled: is_causal=True). Convert to infsa_pure."
+    )
