@@ -135,8 +135,8 @@ def _without_pairs(
         real = pairs[:, 0, 0].expand(q.shape[0], k.shape[-2])
         return None, real if keys is None else keys & real, queries, causal
     if not torch.compiler.is_compiling() and not pairs.is_meta:
-        seen = pairs.any(-2, keepdim=True)
-        if torch.equal(pairs, seen.expand_as(pairs)) and pairs.shape[1] == 1:
+        seen = pairs.any(-2, keepdim=True).any(1, keepdim=True)
+        if torch.equal(pairs, seen.expand_as(pairs)):
             return _without_pairs(core, seen, q, k, keys, queries, causal)
         if core.capabilities.causal and q.shape[-2] == k.shape[-2]:
             triangle = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).tril()
