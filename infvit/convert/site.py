@@ -59,7 +59,7 @@ def build_core(
     if core.extra_dim:
         raise ConfigError(f"{cls.name} needs a projection of its own, which this attention lacks")
     core.__dict__["built_with"] = args
-    if not core.state_dict() and cls is not SoftmaxAttention:
+    if not core.state_dict() and not issubclass(cls, SoftmaxAttention):
         # A state dict must not load without a word into the model that was not converted.
         core.register_buffer("converted", torch.empty(0, **factory))
     return core
