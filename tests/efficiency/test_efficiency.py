@@ -210,6 +210,43 @@ def test_tables_figures_and_redrawing(tmp_path: Path, machine: Machine) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == figures
 
 
+def test_several_runs_as_one(tmp_path: Path, machine: Machine) -> None:
+    machine.milliseconds = lambda cell: cell.resolution / (10 if "linear" in cell.model else 5)
+    first, second, joined = (tmp_path / name for name in "abc")
+    models = ["vit_mini", "infvit_linear_mini"]
+    measure(first, machine, models, (32, 64), highest=64)
+    measure(second, machine, models, (64,), modes=["training"], baselines=["infvit_linear_mini"])
+    assert report.main([str(first), str(second), "--efficiency", str(joined)]) == 0
+    result = json.loads((joined / "efficiency.json").read_text())
+    parts = [json.loads((one / "efficiency.json").read_text()) for one in (first, second)]
+    assert [r["latency"] for r in result["rows"]] == [r["latency"] for one in parts for r in one["rows"]]
+    assert result["highest"] == parts[0]["highest"]
+    assert row_of(result, "infvit_linear_mini", resolution=64, mode="inference")["speedup"] == {
+        "vit_mini": 2.0, "infvit_linear_mini": "not in its run"}  # fmt: skip
+    assert row_of(result, "vit_mini", mode="training")["speedup"] == {
+        "vit_mini": "not in its run", "infvit_linear_mini": 0.5}  # fmt: skip
+    assert "not in its run" in (joined / "efficiency.md").read_text()
+    assert {"dashboard.png", "latency_resolution.png"} <= {path.name for path in joined.glob("*.png")}
+
+
+def test_runs_that_cannot_be_joined(tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    measure(first, machine)
+    measure(second, machine)
+    command = [str(first), str(second), "--efficiency", str(tmp_path / "c")]
+    assert report.main(command) == 1
+    assert f"more than one of these runs: {MODELS[0]}, model, inference, 32, 1" in capsys.readouterr().err
+    result = json.loads((second / "efficiency.json").read_text())
+    result["machine"]["torch"] = "2.9.0"
+    (second / "efficiency.json").write_text(json.dumps(result))
+    assert report.main(command) == 1
+    assert f"2.9.0 ({second})" in capsys.readouterr().err
+    (second / "efficiency.json").unlink()
+    assert report.main(command) == 1
+    assert f"no efficiency.json of eval=efficiency in {second}" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
 def test_depth_needs_both_depths(tmp_path: Path, machine: Machine) -> None:
     measure(tmp_path, machine, ["vit_mini", "infvit_linear_mini"])
     text = (tmp_path / "efficiency.json").read_text()
