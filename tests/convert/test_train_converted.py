@@ -1,0 +1,1 @@
+"""Converted models in train.py and eval.py: started, resumed, scored, and looked into."""
