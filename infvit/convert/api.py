@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from infvit.attention import AttentionLayer, Mechanism, get_mechanism, hyperparameters
+from infvit.convert import timm as timm_modules
 from infvit.convert import torch as torch_modules
 from infvit.convert.report import ConversionReport, Entry
 from infvit.convert.site import Library, Site, library_class
@@ -21,7 +22,7 @@ REPORT = "conversion_report"
 
 def libraries() -> list[Library]:
     """Returns the libraries that are known and loaded; a model of one that is not loaded cannot exist."""
-    return [torch_modules.LIBRARY]
+    return [torch_modules.LIBRARY, timm_modules.LIBRARY]
 
 
 def convert(
@@ -85,7 +86,8 @@ def convert(
             refused.append(_noted(entry, reason))
             continue
         site.install(core)
-        converted.append(_noted(entry, f"{site.num_heads} heads of {site.head_dim} channels"))
+        added = ", and a new projection infsa.extra" if core.extra_dim else ""
+        converted.append(_noted(entry, f"{site.num_heads} heads of {site.head_dim} channels{added}"))
     report = ConversionReport(mechanism, tuple(converted), tuple(kept), tuple(refused), copied=not inplace)
     if not converted and not any("already" in entry.note for entry in kept):
         raise ConfigError(f"nothing to convert in {type(model).__name__}. {_looked_for(known)}\n{report}")
@@ -186,12 +188,30 @@ def _core(cls: type[Mechanism], site: Site, args: dict[str, Any]) -> tuple[Mecha
     except ConfigError as error:
         return None, str(error)
     if core.extra_dim:
-        return None, f"{cls.name} needs a projection of its own, which other people's models lack"
+        if site.projection is None:
+            return None, f"{cls.name} needs one more projection of the tokens, which this class has no place for"
+        core.extra = _extra_projection(core, site.projection)
     core.__dict__["converted_with"] = args
     if not core.state_dict() and cls.name != "softmax":
         # A state dict must not load silently into the model that was not converted.
         core.register_buffer("converted", torch.empty(0, **site.factory()))
     return core, ""
+
+
+def _extra_projection(core: Mechanism, beside: nn.Linear) -> nn.Linear:
+    """Makes the projection that a mechanism takes in addition to queries, keys and values, initialised as timm's."""
+    weight = beside.weight
+    extra = nn.Linear(
+        beside.in_features,
+        core.num_heads * core.extra_dim,
+        bias=beside.bias is not None,
+        device=weight.device,
+        dtype=weight.dtype,
+    )
+    nn.init.trunc_normal_(extra.weight, std=0.02)
+    if extra.bias is not None:
+        nn.init.zeros_(extra.bias)
+    return extra
 
 
 def _unknown(model: nn.Module, sites: list[Site]) -> list[Entry]:

@@ -81,6 +81,25 @@ def read_call(
     return q, k, Mask(keys=keys, queries=queries, pairs=pairs, causal=causal, bias=bias, ordered=ordered)
 
 
+def read_padding(core: Mechanism, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns which keys are real, (B, N), and the bias on keys, (B, 1, 1, N), if there is any.
+
+    Args:
+        core: the mechanism.
+        keys: boolean (True: real) or added to the logits, (B, N).
+    """
+    if not keys.is_floating_point():
+        return keys, None
+    real = keys > EXCLUDED
+    bias = torch.where(real, keys, keys.new_zeros(()))[:, None, None]
+    if not core.capabilities.bias:
+        refuse_bias(bias, core.name)
+        return real, None
+    if not torch.compiler.is_compiling() and not bias.is_meta and not bias.any():
+        return real, None  # -inf and 0 only, as libraries make of a boolean mask
+    return real, bias
+
+
 def refuse_bias(bias: Tensor, mechanism: str) -> None:
     """Raises where a bias is not zero; in a compiled graph the check is part of the graph.
 

@@ -42,6 +42,8 @@ class Site:
         dropout: probability with which it drops attention weights in training.
         needs: fields of `Capabilities` that its calls always need, beyond those of plain self-attention.
         refusal: why it cannot be converted exactly; None where it can.
+        projection: its projection of the tokens it is given, beside which a mechanism that takes one more projection of
+            them gets it (`infsa.extra`); None where it cannot.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Site:
     dropout: float = 0.0
     needs: frozenset[str] = frozenset()
     refusal: str | None = None
+    projection: nn.Linear | None = None
 
     def install(self, core: Mechanism) -> None:
         """Puts a mechanism into the module, in the module's mode; a mechanism that was there goes."""
