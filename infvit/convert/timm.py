@@ -189,7 +189,9 @@ REASONS = {cls: reason for reason, paths in REFUSED.items() for path in paths if
 def find(model: nn.Module) -> list[Site]:
     """Returns timm's attention in a model: classes of the tables, and subclasses of those as refused."""
     shared = any(
-        getattr(module, name, None) is not None for module in model.modules() for name in ("rel_pos_bias", "shared_rel_pos")
+        getattr(module, name, None) is not None
+        for module in model.modules()
+        for name in ("rel_pos_bias", "shared_rel_pos")
     )  # a bias of the whole model, handed to every layer
     sites = []
     for name, module in model.named_modules():
@@ -210,7 +212,9 @@ def _site(name: str, module: nn.Module, kind: Kind, converted: type[nn.Module], 
     scale = getattr(module, "scale", None)
     refusal = None
     if kind.doors == (FusedDoor,) and scale is not None and not math.isclose(scale, head_dim**-0.5):
-        refusal = f"its scale is {scale}, which timm's fused kernel ignores; set it to {head_dim}**-0.5, or scale the keys"
+        refusal = (
+            f"its scale is {scale}, which timm's fused kernel ignores; set it to {head_dim}**-0.5, or scale the keys"
+        )
     drop = getattr(module, "attn_drop", None)
     return Site(
         name,

@@ -16,8 +16,14 @@ NESTED = "nested_tensor_before_convert"
 class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
     """nn.MultiheadAttention whose values are mixed by `self.infsa`; arguments, shapes and weights are torch's."""
 
-    # nn.TransformerEncoderLayer reads this before it runs torch's own fused softmax in place of the module.
-    _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False once converted: nn.TransformerEncoderLayer asks before it runs torch's own fused softmax instead."""
+        return "infsa" not in self._modules and self.__dict__["_qkv_same_embed_dim"]
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        self.__dict__["_qkv_same_embed_dim"] = value
 
     def forward(
         self,
@@ -211,7 +217,9 @@ def find(model: nn.Module) -> list[Site]:
             continue
         kind = type(module)
         refusal = None
-        if kind not in (nn.MultiheadAttention, InfSAMultiheadAttention):
+        if kind.__module__ == "infvit.convert.attention":
+            refusal = "infvit's own: its mechanism is an argument (mechanism=...)"
+        elif kind not in (nn.MultiheadAttention, InfSAMultiheadAttention):
             refusal = f"a subclass of nn.MultiheadAttention ({kind.__module__}), which may compute something else"
         sites.append(
             Site(
