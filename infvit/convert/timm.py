@@ -15,7 +15,7 @@ from typing import Any
 from timm.layers import register_notrace_module
 from torch import nn
 
-from infvit.convert.site import Converted, Library, Site
+from infvit.convert.site import Library, Site, library_class
 from infvit.convert.timm_doors import FusedDoor, ShiftedWindows, SoftmaxDoor
 
 Number = str | int | Callable[[Any], int]
@@ -169,7 +169,7 @@ def _load(path: str) -> type[nn.Module] | None:
 
 
 def _known() -> dict[type[nn.Module], tuple[Kind, type[nn.Module]]]:
-    """Makes the converted class of each kind, in this module so that it can be pickled; returns both by timm's class."""
+    """Makes the converted class of each kind, in this module, where pickle finds it; returns both by timm's class."""
     known = {}
     for kind in KINDS:
         if (original := _load(kind.path)) is None:
@@ -193,14 +193,15 @@ def find(model: nn.Module) -> list[Site]:
         for module in model.modules()
         for name in ("rel_pos_bias", "shared_rel_pos")
     )  # a bias of the whole model, handed to every layer
+    classes: tuple[type[nn.Module], ...] = tuple(KNOWN)
     sites = []
     for name, module in model.named_modules():
-        cls = module.original() if isinstance(module, Converted) else type(module)
+        cls = library_class(module)
         if cls in KNOWN:
             sites.append(_site(name, module, *KNOWN[cls], shared))
         elif cls in REASONS:
             sites.append(Site(name, module, 0, 0, refusal=REASONS[cls]))
-        elif isinstance(module, tuple(KNOWN)):
+        elif isinstance(module, classes):
             refusal = "a subclass of timm's attention that infvit does not know; it may compute something else"
             sites.append(Site(name, module, 0, 0, refusal=refusal))
     return sites

@@ -128,7 +128,7 @@ class FusedDoor(Door):
             real, bias = read_padding(self.infsa, attn_mask[:, 0, 0].expand(q.shape[0], -1))
             call |= {"mask": None, "keys": real, "queries": real, "bias": bias}
         if self.infsa.extra_dim:
-            extra = self.infsa.extra(watch.tokens)  # as AttentionLayer has it
+            extra = self.infsa.get_submodule("extra")(watch.tokens)
             q = torch.cat([q, extra.unflatten(-1, (q.shape[1], -1)).transpose(1, 2)], -1)
         return self._unfold(attend(self.infsa, q, k, v, **call), query)
 
