@@ -157,6 +157,9 @@ def _without_pairs(
         seen = pairs.any(-2, keepdim=True).any(1, keepdim=True)
         if torch.equal(pairs, seen.expand_as(pairs)):
             return _without_pairs(core, seen, q, k, keys, queries, causal)
+        if keys is None and q.shape[-2] == k.shape[-2] and torch.equal(pairs, (seen & seen.mT).expand_as(pairs)):
+            real = seen[:, 0, 0].expand(q.shape[0], -1)  # padded tokens are left out as keys and as queries
+            return None, real, real, causal
         if core.capabilities.causal and q.shape[-2] == k.shape[-2]:
             triangle = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).tril()
             if torch.equal(pairs, triangle.expand_as(pairs)):

@@ -24,18 +24,19 @@ class _Watch(TorchFunctionMode):
     Attributes:
         tokens: what the module was given.
         pairs: the pairs of tokens that take part, (number of windows, N, N); None: all.
+        calls: the functions that were answered.
     """
 
-    def __init__(self, module: "Door", tokens: Tensor, pairs: Tensor | None) -> None:
+    def __init__(self, module: "Door", tokens: Tensor, pairs: Tensor | None, calls: list[Any]) -> None:
         super().__init__()
         self.module = module
         self.tokens = tokens
         self.pairs = pairs
-        self.calls = 0
+        self.calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.module.watched:
-            self.calls += 1
+            self.calls.append(func)
             return self.module.answer(self, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -62,11 +63,12 @@ class Door(Converted, nn.Module):
         raise NotImplementedError(f"{type(self).__name__}.answer is missing: every door has one.")
 
     def _watched(self, pairs: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        with _Watch(self, args[0] if args else kwargs["x"], pairs) as watch:
+        calls: list[Any] = []  # a list of its own: torch.compile does not let us read the mode afterwards
+        with _Watch(self, args[0] if args else kwargs["x"], pairs, calls):
             out = super().forward(*args, **kwargs)
-        if watch.calls != 1:
+        if len(calls) != 1:
             raise ConfigError(
-                f"{type(self).original().__name__} of this timm mixes tokens in {watch.calls} calls, not in one as in "
+                f"{type(self).original().__name__} of this timm mixes tokens in {len(calls)} calls, not in one as in "
                 "timm 1.0.31, so nothing is converted here. Leave it out (exclude=...) or install that version."
             )
         return out
