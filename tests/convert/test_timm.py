@@ -244,6 +244,14 @@ def test_saved_for_the_hub_a_converted_model_does_not_come_back_as_softmax(mecha
     assert_close(again(images(name)), converted(images(name)))
 
 
+@pytest.mark.parametrize("name", ["vit_srelpos_small_patch16_224", "beit_base_patch16_224"])
+def test_linear_refuses_a_bias_of_the_whole_model_at_once(name):
+    shared = {"use_rel_pos_bias": False, "use_shared_rel_pos_bias": True} if name.startswith("beit") else {}
+    model = timm.create_model(name, img_size=32, depth=1, embed_dim=48, num_heads=3, **shared)
+    with pytest.raises(ConfigError, match="does not support what it needs: bias"):
+        infvit.convert(model, "infsa_linear")
+
+
 def tokens_of(converted: nn.Module) -> tuple[nn.Module, torch.Tensor]:
     layer = layers(converted)[0]
     return layer, torch.randn(2, 6, layer.qkv.in_features).double()

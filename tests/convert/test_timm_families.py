@@ -29,7 +29,7 @@ CONVERTED = [
     "convit_tiny", "cpubone_nano", "crossvit_tiny_240", "csatv2", "davit_tiny", "davit_base_fl",
     "deepseek_vit_412m", "deit_tiny_patch16_224", "efficientformer_l1", "efficientformerv2_s0",
     "eva02_tiny_patch14_224", "vit_pe_core_tiny_patch16_384", "fastvit_mci0", "gcvit_xxtiny", "gemma4_vit_167m",
-    "hiera_tiny_224", "sam2_hiera_tiny", "iformer_t", "levit_128s", "levit_conv_128s", "lowformer_b0",
+    "hiera_tiny_224", "sam2_hiera_tiny", "iformer_t", "levit_128s", "lowformer_b0",
     "coatnet_nano_rw_224", "maxvit_tiny_pm_256", "caformer_s18", "mobilenetv4_hybrid_medium", "mobilenetv5_300m",
     "mobilevit_xxs", "mvitv2_tiny", "naflexvit_base_patch16_gap", "naflexvit_base_patch16_map", "nest_tiny",
     "nextvit_small", "pit_ti_224", "pvt_v2_b0", "qwen3_vit_88m", "shvit_s1", "swin_tiny_patch4_window7_224",
@@ -44,6 +44,30 @@ REFUSED = [
     "vit_dwee_patch16_reg1_gap_256", "vit_dpwee_patch16_reg1_gap_256",
 ]  # fmt: skip
 
+ONE = (1, 1, 1, 1)
+LESS = {
+    **dict.fromkeys(
+        ["beit_base_patch16_224", "cait_xxs24_224", "deepseek_vit_412m", "deit_tiny_patch16_224", "eva02_tiny_patch14_224",
+         "vit_pe_core_tiny_patch16_384", "gemma4_vit_167m", "naflexvit_base_patch16_gap", "naflexvit_base_patch16_map",
+         "qwen3_vit_88m", "vit_tiny_patch16_224", "vit_pwee_patch16_reg1_gap_256", "vit_tiny_r_s16_p8_224",
+         "vit_relpos_small_patch16_224", "vit_srelpos_small_patch16_224", "samvit_base_patch16_224", "tnt_s_patch16_224",
+         "xcit_nano_12_p16_224"],
+        {"depth": 1},
+    ),
+    **dict.fromkeys(
+        ["caformer_s18", "davit_tiny", "davit_base_fl", "gcvit_xxtiny", "mvitv2_tiny", "nextvit_small", "pvt_v2_b0",
+         "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "swinv2_cr_tiny_ns_224", "tiny_vit_5m_224",
+         "twins_svt_small"],
+        {"depths": ONE},
+    ),
+    "convit_tiny": {"depth": 2, "local_up_to_layer": 1},
+    "crossvit_tiny_240": {"depth": [[1, 1, 0]]},
+    "nest_tiny": {"depths": (1, 1, 1)},
+    "pit_ti_224": {"depth": (1, 1, 1)},
+    "volo_d1_224": {"layers": ONE},
+}  # fmt: skip
+"""Fewer layers, to save time."""
+
 PARTS = [
     (lambda: Attention2d(16, num_heads=2), (2, 16, 3, 4)),
     (lambda: AttentionPoolPrr(16, num_heads=2), (2, 5, 16)),
@@ -56,7 +80,7 @@ PARTS = [
 def swept(name: str) -> tuple[nn.Module, dict[type, tuple], int]:
     """Runs a converted model on meta; returns it, what one layer of each class was given, and the number of calls."""
     with torch.device("meta"):
-        model = timm.create_model(name)
+        model = timm.create_model(name, **LESS.get(name, {}))
     model = infvit.convert(model, inplace=True).eval()
     given, calls = {}, []
 
