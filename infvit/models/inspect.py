@@ -1,8 +1,9 @@
 """What the attention layers of a model do to given images: queries, keys, mixing matrices, maps of relevance.
 
-Ours are asked for their projections. Of timm's layers nothing is computed anew: their fused kernel is intercepted, so
-that queries and keys are those that really enter the mixing, normalised, rotated, grouped and biased as that layer
-does it. Whatever cannot be read in this way is refused by name; there is never a map of nothing.
+Ours are asked for their projections. Of timm's layers nothing is computed anew: their fused kernel is intercepted, or
+the mechanism where they are converted, so that queries and keys are those that really enter the mixing, normalised,
+rotated, grouped and biased as that layer does it. Whatever cannot be read in this way is refused by name; there is
+never a map of nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from infvit.attention import AttentionLayer, Mechanism, SoftmaxAttention
-from infvit.attention.mechanism import full_precision
+from infvit.attention import AttentionLayer, Mask, Mechanism, SoftmaxAttention
+from infvit.convert.site import Converted
 from infvit.errors import ConfigError, DataError, did_you_mean
 
 TIMM_LAYERS = (Attention, AttentionRope, BeitAttention, EvaAttention, ParallelScalingBlock, RelPosAttention)
@@ -34,15 +35,15 @@ class AttentionCall:
 
     Attributes:
         name: Path of the layer in the model.
-        layer: Our `AttentionLayer`, or a layer of timm's.
-        mechanism: Its mechanism; softmax for timm's.
+        layer: Our `AttentionLayer`, or a layer of timm's, converted or not.
+        mechanism: Its mechanism; softmax for timm's that are not converted.
         q: Queries as they enter the mixing, (B, H, N, D), not scaled by 1 / sqrt(D).
         k: Keys, likewise.
         tokens: What entered the layer, (B, N, C).
         prefix: How many of the N tokens come before the patches.
         grid: Rows and columns of the patches, which are the other tokens, row by row.
         class_token: Whether the first token is a class token.
-        bias: What the layer adds to its scores before the softmax, broadcastable to (B, H, N, N); None: nothing.
+        bias: What the layer adds to its scores, broadcastable to (B, H, N, N); None: nothing.
     """
 
     name: str
@@ -63,11 +64,7 @@ class AttentionCall:
         Raises:
             ConfigError: the mechanism has none.
         """
-        if self.bias is None:
-            return self.mechanism.matrix(self.q, self.k)
-        with full_precision(self.q) as compute:
-            scores = self.q.to(compute) @ self.k.to(compute).mT * self.mechanism.scale
-            return (scores + self.bias.to(compute)).softmax(-1)
+        return self.mechanism.matrix(self.q, self.k, Mask(bias=self.bias))
 
     def kind(self, asked: str | None = None) -> str:
         """Returns the kind of token map that is meant.
@@ -99,11 +96,7 @@ class AttentionCall:
         Raises:
             ConfigError: the mechanism has no such map.
         """
-        kind = self.kind(kind)
-        if self.bias is None:
-            return self.mechanism.token_map(self.q, self.k, kind=kind)
-        matrix = self.matrix()
-        return matrix[..., 0, :] if kind == "class_token" else matrix.sum(-2)
+        return self.mechanism.token_map(self.q, self.k, Mask(bias=self.bias), self.kind(kind))
 
     def patch_map(self, kind: str | None = None) -> Tensor:
         """Returns the relevance of every patch, (B, H, rows, columns): the token map without the prefix tokens."""
@@ -224,6 +217,8 @@ class _Recorder(TorchFunctionMode):
             for layer in self.names:
                 handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
                 handles.append(layer.register_forward_hook(self._leave, with_kwargs=True))
+                if isinstance(layer, Converted):
+                    handles.append(layer.infsa.register_forward_pre_hook(self._mix))
             yield
         finally:
             for handle in handles:
@@ -234,6 +229,10 @@ class _Recorder(TorchFunctionMode):
             raise ConfigError(f"{self.names[layer]} is called with a mask; maps are of whole images only.")
         self.inside, self.entered = layer, []
 
+    def _mix(self, core: nn.Module, args: tuple[Any, ...]) -> None:
+        q, k, _, mask = args
+        self.entered.append((q, k, mask.bias))
+
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.inside = None
         name, tokens, bias = self.names[layer], args[0].detach(), None
@@ -243,7 +242,7 @@ class _Recorder(TorchFunctionMode):
             q, k, _ = layer.project(tokens)
         elif len(self.entered) == 1:
             q, k, bias = self.entered[0]
-            mechanism = SoftmaxAttention(q.shape[1], q.shape[-1])
+            mechanism = layer.infsa if isinstance(layer, Converted) else SoftmaxAttention(q.shape[1], q.shape[-1])
         else:
             raise ConfigError(
                 f"{name} ({_full_name(type(layer))}) runs the fused kernel {len(self.entered)} times, not once; it "
@@ -279,6 +278,8 @@ class _Recorder(TorchFunctionMode):
             if query.shape[-2] == key.shape[-2] > 1:  # attention that pools has its own, few queries
                 raise ConfigError(f"{self.model} has self-attention that cannot be read (among: {self.others}).")
             return
+        if isinstance(self.inside, Converted):
+            return  # it is the mechanism that calls; `_mix` saw it
         if is_causal or enable_gqa or scale not in (None, query.shape[-1] ** -0.5):
             where = f"{self.names[self.inside]} ({_full_name(type(self.inside))})"
             raise ConfigError(f"{where} is causal, shares keys or has a scale of its own; it cannot be read.")

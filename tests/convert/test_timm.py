@@ -252,6 +252,22 @@ def test_linear_refuses_a_bias_of_the_whole_model_at_once(name):
         infvit.convert(model, "infsa_linear")
 
 
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "beit_base_patch16_224"])
+@pytest.mark.parametrize("mechanism", ["infsa_pure", "softmax"])
+def test_mixing_matrices_of_a_converted_model_are_those_that_mixed(name, mechanism):
+    model, x = create(name), images(name)
+    converted = infvit.convert(model, mechanism)
+    maps = infvit.attention_maps(converted, x, kind="in_degree")
+    calls = record(converted)
+    matrices = infvit.mixing_matrices(converted, x)
+    if mechanism == "softmax":
+        assert_close(matrices, infvit.mixing_matrices(model, x))
+    for matrix, (layer, tokens, kwargs, out) in zip(matrices, calls, strict=True):
+        assert_close(output(layer, matrix @ MODELS[name][1](layer, tokens, **kwargs)[2]), out)
+    gamma = 0.7 if mechanism == "infsa_pure" else 1.0  # in-degree is of A, before the path decay
+    assert_close(maps.flatten(-2) * gamma, matrices.sum(-2)[..., 1:])
+
+
 def tokens_of(converted: nn.Module) -> tuple[nn.Module, torch.Tensor]:
     layer = layers(converted)[0]
     return layer, torch.randn(2, 6, layer.qkv.in_features).double()
