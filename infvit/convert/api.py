@@ -30,7 +30,7 @@ PER_TOKEN = re.compile(
     "|Detr(?!ansformer)|DETR|Segment|DepthEstimation|MaskedImageModeling|GPT|Llama|Mistral|Qwen|Gemma"
 )
 PER_TOKEN_PACKAGES = re.compile(r"torchvision\.models\.(detection|segmentation)")
-OPTIONAL = {"torchvision": "infvit.convert.torchvision"}
+OPTIONAL = {"torchvision": "infvit.convert.torchvision", "timm": "infvit.convert.timm"}
 WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "ScriptModule"}
 
 
@@ -107,7 +107,8 @@ def convert(
             refused.append(_noted(entry, reason))
             continue
         site.install(core)
-        converted.append(_noted(entry, f"{site.num_heads} heads of {site.head_dim} channels"))
+        added = ", and a new projection infsa.extra" if core.extra_dim else ""
+        converted.append(_noted(entry, f"{site.num_heads} heads of {site.head_dim} channels{added}"))
     notes = (LINEAR_NOTE,) if converted and cls is LinearInfSA and per_token(model, sites) else ()
     report = ConversionReport(mechanism, tuple(converted), tuple(kept), tuple(refused), not inplace, notes)
     if not converted and not any("already" in entry.note for entry in kept):
@@ -208,7 +209,8 @@ def _core(cls: type[Mechanism], site: Site, args: dict[str, Any]) -> tuple[Mecha
     if missing:
         return None, f"{cls.name} does not support what it needs: {', '.join(missing)}"
     try:
-        return build_core(cls, site.num_heads, site.head_dim, site.dropout, site.factory(), args), ""
+        factory = site.factory()
+        return build_core(cls, site.num_heads, site.head_dim, site.dropout, factory, args, site.projection), ""
     except ConfigError as error:
         return None, str(error)
 

@@ -81,6 +81,25 @@ def read_call(
     return q, k, Mask(keys=keys, queries=queries, pairs=pairs, causal=causal, bias=bias, ordered=ordered)
 
 
+def read_padding(core: Mechanism, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Returns which keys are real, (B, N), and the bias on keys, (B, 1, 1, N), if there is any.
+
+    Args:
+        core: the mechanism.
+        keys: boolean (True: real) or added to the logits, (B, N).
+    """
+    if not keys.is_floating_point():
+        return keys, None
+    real = keys > EXCLUDED
+    bias = torch.where(real, keys, keys.new_zeros(()))[:, None, None]
+    if not core.capabilities.bias:
+        refuse_bias(bias, core.name)
+        return real, None
+    if not torch.compiler.is_compiling() and not bias.is_meta and not bias.any():
+        return real, None  # -inf and 0 only, as libraries make of a boolean mask
+    return real, bias
+
+
 def refuse_bias(bias: Tensor, mechanism: str) -> None:
     """Raises where a bias is not zero; in a compiled graph the check is part of the graph.
 
@@ -138,6 +157,9 @@ def _without_pairs(
         seen = pairs.any(-2, keepdim=True).any(1, keepdim=True)
         if torch.equal(pairs, seen.expand_as(pairs)):
             return _without_pairs(core, seen, q, k, keys, queries, causal)
+        if keys is None and q.shape[-2] == k.shape[-2] and torch.equal(pairs, (seen & seen.mT).expand_as(pairs)):
+            real = seen[:, 0, 0].expand(q.shape[0], -1)  # padded tokens are left out as keys and as queries
+            return None, real, real, causal
         if core.capabilities.causal and q.shape[-2] == k.shape[-2]:
             triangle = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).tril()
             if torch.equal(pairs, triangle.expand_as(pairs)):

@@ -48,16 +48,30 @@ def check_mechanism(name: str, args: dict[str, Any]) -> type[Mechanism]:
 
 
 def build_core(
-    cls: type[Mechanism], num_heads: int, head_dim: int, dropout: float, factory: dict[str, Any], args: dict[str, Any]
+    cls: type[Mechanism],
+    num_heads: int,
+    head_dim: int,
+    dropout: float,
+    factory: dict[str, Any],
+    args: dict[str, Any],
+    projection: nn.Linear | None = None,
 ) -> Mechanism:
     """Returns a mechanism for somebody else's projections.
+
+    One that takes a further projection of the tokens has it as `extra`, made like `projection`; see `Site`.
 
     Raises:
         ConfigError: a hyperparameter is not allowed, or the mechanism needs more than queries, keys and values.
     """
     core = cls(num_heads, head_dim, dropout, **factory, **args)
     if core.extra_dim:
-        raise ConfigError(f"{cls.name} needs a projection of its own, which this attention lacks")
+        if projection is None:
+            raise ConfigError(f"{cls.name} needs a projection of its own, which this attention lacks")
+        bias = projection.bias is not None
+        core.extra = nn.Linear(projection.in_features, num_heads * core.extra_dim, bias, **factory)
+        nn.init.trunc_normal_(core.extra.weight, std=0.02)  # as timm initialises its own
+        if bias:
+            nn.init.zeros_(core.extra.bias)
     core.__dict__["built_with"] = args
     if not core.state_dict() and not issubclass(cls, SoftmaxAttention):
         # A state dict must not load without a word into the model that was not converted.
@@ -84,6 +98,8 @@ class Site:
         dropout: probability with which it drops attention weights in training.
         needs: fields of `Capabilities` that its calls always need, beyond those of plain self-attention.
         refusal: why it cannot be converted exactly; None where it can.
+        projection: its projection of the tokens it is given, beside which a mechanism that takes one more projection of
+            them gets it (`infsa.extra`); None where it cannot.
     """
 
     name: str
@@ -94,6 +110,7 @@ class Site:
     dropout: float = 0.0
     needs: frozenset[str] = frozenset()
     refusal: str | None = None
+    projection: nn.Linear | None = None
 
     def install(self, core: Mechanism) -> None:
         """Puts a mechanism into the module, in the module's mode; a mechanism that was there goes."""

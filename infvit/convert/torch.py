@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infvit.convert.call import EXCLUDED, attend, attention_weights, is_causal_mask, refuse_bias
+from infvit.convert.call import EXCLUDED, attend, attention_weights, is_causal_mask, read_padding
 from infvit.convert.site import Converted, Library, Site
 from infvit.errors import ConfigError
 
@@ -120,16 +120,7 @@ class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
             raise ConfigError(
                 f"key_padding_mask of shape {tuple(padding.shape)} for {k.shape[0]} x {k.shape[-2]} keys."
             )
-        if not padding.is_floating_point():
-            return ~padding.bool(), None
-        real = padding > EXCLUDED
-        bias = torch.where(real, padding, padding.new_zeros(()))[:, None, None]
-        if not self.infsa.capabilities.bias:
-            refuse_bias(bias, self.infsa.name)
-            return real, None
-        if not torch.compiler.is_compiling() and not bias.is_meta and not bias.any():
-            return real, None  # -inf and 0 only, as torch's encoder makes of a boolean mask
-        return real, bias
+        return read_padding(self.infsa, padding if padding.is_floating_point() else ~padding.bool())
 
     def _read_mask(self, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """Returns torch's mask as (M, N) or (B, H, M, N): added to logits, or boolean with True for "takes part"."""
