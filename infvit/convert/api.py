@@ -1,5 +1,6 @@
 """`convert` and `revert`: another attention mechanism inside a model that somebody else wrote."""
 
+import sys
 from collections.abc import Iterable
 from copy import deepcopy
 from fnmatch import fnmatchcase
@@ -21,7 +22,12 @@ REPORT = "conversion_report"
 
 def libraries() -> list[Library]:
     """Returns the libraries that are known and loaded; a model of one that is not loaded cannot exist."""
-    return [torch_modules.LIBRARY]
+    known = [torch_modules.LIBRARY]
+    if "transformers" in sys.modules:
+        from infvit.convert.transformers import LIBRARY
+
+        known.append(LIBRARY)
+    return known
 
 
 def convert(

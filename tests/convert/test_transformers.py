@@ -1,0 +1,305 @@
+"""Models of Hugging Face transformers, against themselves with the formula in place of their softmax."""
+
+from functools import cache
+
+import pytest
+import torch
+import transformers as hf
+from torch.testing import assert_close
+
+import infvit
+from infvit.errors import ConfigError
+from infvit.testing.conversion import Formula
+from infvit.testing.transformers_models import MODELS, Small
+
+NAMES = {small.name: small for small in MODELS}
+CAUSAL = [small for small in MODELS if small.inputs == "causal"]
+TEXT = [small for small in MODELS if small.inputs == "text"]
+
+
+class FusedFormula(Formula):
+    """Takes the place of fused attention; of softmax itself only in SigLIP's pooling: RT-DETR weighs points by one."""
+
+    pooling = False
+
+    def _softmax(self, original):
+        return super()._softmax(original) if self.pooling else original
+
+
+class PoolingFormula(FusedFormula):
+    pooling = True
+
+
+def formula_of(small: Small, name: str = "infsa_pure") -> Formula:
+    return PoolingFormula(name, head_dim=8) if small.name == "SigLIP vision" else FusedFormula(name)
+
+
+@cache
+def plain(small: Small) -> torch.nn.Module:
+    return small.make()
+
+
+@cache
+def converted(small: Small, mechanism: str = "infsa_pure") -> torch.nn.Module:
+    return infvit.convert(plain(small), mechanism)
+
+
+def each(models):
+    return pytest.mark.parametrize("small", models, ids=[small.name for small in models])
+
+
+def outputs(model, **call) -> torch.Tensor:
+    """Returns hidden states or logits, of each token or query."""
+    result = model(**call)
+    if type(model).__name__ == "SiglipVisionModel":
+        return torch.cat([result.last_hidden_state, result.pooler_output[:, None]], 1)
+    return result.pred_boxes if "pred_boxes" in result else result[0]
+
+
+def positions(real: torch.Tensor) -> torch.Tensor:
+    return (real.cumsum(-1) - 1).clamp(min=0)
+
+
+@each(MODELS)
+def test_each_layer_is_converted_or_refused_by_name(small):
+    report = converted(small).conversion_report
+    assert (len(report.converted), len(report.refused)) == (small.layers, small.refused), str(report)
+    assert all(entry.note for entry in report.refused)
+    assert not hasattr(plain(small), "conversion_report")
+    assert plain(small).config._attn_implementation == "sdpa"
+
+
+@each(MODELS)
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_pure_is_the_formula(small, mode):
+    if mode == "train" and "DETR" in small.name:
+        pytest.skip("its batch norms change in training; see test_denoising_mask_of_rt_detr")
+    models = [plain(small).train(mode == "train"), converted(small).train(mode == "train")]
+    with torch.set_grad_enabled(mode != "no_grad"):
+        softmax = outputs(models[0], **small.call())
+        with formula_of(small) as formula:
+            expected = outputs(models[0], **small.call())
+        result = outputs(models[1], **small.call())
+    assert formula.calls == small.layers
+    assert (expected - softmax).abs().max() > 1e-4  # the formula is felt in what is compared
+    assert_close(result, expected, rtol=1e-9, atol=1e-9)
+    for model in models:
+        model.eval()
+
+
+@each([NAMES[name] for name in ("ViT", "DETR", "RT-DETR", "BERT", "GPT-2", "Llama, grouped keys", "Gemma")])
+def test_linear_is_the_formula(small):
+    with FusedFormula("infsa_linear"):
+        expected = outputs(plain(small), **small.call())
+    assert_close(outputs(converted(small, "infsa_linear"), **small.call()), expected, rtol=1e-9, atol=1e-9)
+
+
+@each(MODELS)
+def test_softmax_as_a_mechanism_is_the_model_itself(small):
+    assert_close(outputs(converted(small, "softmax"), **small.call()), outputs(plain(small), **small.call()))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@each(CAUSAL + TEXT)
+def test_padding_leaves_real_tokens_as_they_are(small, side):
+    model = converted(small)
+    tokens = small.call()["input_ids"]
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    real[1, slice(0, 3) if side == "left" else slice(4, 7)] = False
+    places = {} if small.name.startswith("T5") else {"position_ids": positions(real)}
+    result = outputs(model, input_ids=tokens * real, attention_mask=real.long(), **places)
+    assert_close(result[0], outputs(model, input_ids=tokens[:1])[0])
+    assert_close(result[1][real[1]], outputs(model, input_ids=tokens[1:][:, real[1]])[0])
+    with FusedFormula("infsa_pure"):
+        expected = outputs(plain(small), input_ids=tokens * real, attention_mask=real.long(), **places)
+    assert_close(result[real], expected[real], rtol=1e-9, atol=1e-9)
+
+
+def test_padded_pixels_of_detr_leave_the_others_as_they_are():
+    encoder = converted(NAMES["DETR"]).model.encoder
+    x, places = torch.randn(2, 1, 6, 32).double()
+    real = torch.tensor([[True, True, True, True, False, False]])
+    call = {"inputs_embeds": x, "spatial_position_embeddings": places}
+    result = encoder(**call, attention_mask=real.long()).last_hidden_state
+    short = {name: value[:, :4] for name, value in call.items()}
+    assert_close(result[:, :4], encoder(**short).last_hidden_state)
+
+
+@each(CAUSAL)
+@pytest.mark.parametrize("mechanism", ["infsa_pure", "infsa_linear"])
+def test_no_token_feels_a_later_one(small, mechanism):
+    if mechanism == "infsa_linear" and small.name == "Mistral":
+        pytest.skip("refused, see test_what_a_mechanism_lacks_is_refused")
+    model, tokens = converted(small, mechanism), small.call()["input_ids"]
+    before = outputs(model, input_ids=tokens)
+    for place in (4, 6):
+        changed = tokens.clone()
+        changed[:, place] = (changed[:, place] + 5) % 45 + 3
+        after = outputs(model, input_ids=changed)
+        assert torch.equal(after[:, :place], before[:, :place]) or (after - before)[:, :place].abs().max() < 1e-13
+        assert (after - before)[:, place:].abs().amax((-1, -2)).min() > 1e-4
+
+
+@each(CAUSAL + TEXT)
+def test_word_order_matters(small):
+    tokens = small.call()["input_ids"]
+    swapped = tokens[:, [0, 2, 1, 3, 4, 5, 6]]
+    difference = outputs(converted(small), input_ids=swapped) - outputs(converted(small), input_ids=tokens)
+    assert difference[:, 0 if small in TEXT else 6].abs().max() > 1e-4
+
+
+@each(CAUSAL)
+def test_packed_documents_do_not_feel_each_other(small):
+    model, tokens = converted(small), small.call()["input_ids"]
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2]] * 2)
+    packed = outputs(model, input_ids=tokens, position_ids=places, use_cache=False)
+    assert_close(packed[:, :4], outputs(model, input_ids=tokens[:, :4]))
+    assert_close(packed[:, 4:], outputs(model, input_ids=tokens[:, 4:]))
+
+
+def test_bidirectional_use_of_a_decoder():
+    small = NAMES["Llama"]
+    with FusedFormula("infsa_pure"):
+        expected = outputs(plain(small), **small.call(), is_causal=False)
+    assert_close(outputs(converted(small), **small.call(), is_causal=False), expected)
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_full_and_sliding_layers_in_one_model(window):
+    config = NAMES["Qwen3, 4 x 8"].make().config
+    config.use_sliding_window, config.sliding_window = True, window
+    config.layer_types = ["full_attention", "sliding_attention"]
+    model = hf.Qwen3ForCausalLM(config).double().eval()
+    tokens = NAMES["Qwen3, 4 x 8"].call()
+    with FusedFormula("infsa_pure"):
+        expected = outputs(model, **tokens)
+    assert_close(outputs(infvit.convert(model), **tokens), expected, rtol=1e-9, atol=1e-9)
+    report = infvit.convert(model, "infsa_linear").conversion_report
+    assert "pairwise" in report.refused[0].note
+    assert report.refused[0].name == "model.layers.1.self_attn"
+
+
+def test_denoising_mask_of_rt_detr():
+    def loss(model):
+        torch.manual_seed(0)
+        labels = [{"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]]).double()}] * 2
+        return model.train()(**NAMES["RT-DETR"].call(), labels=labels).loss
+
+    with FusedFormula("infsa_pure") as formula:
+        expected = loss(NAMES["RT-DETR"].make())
+    assert formula.calls == 3
+    assert_close(loss(infvit.convert(NAMES["RT-DETR"].make())), expected)
+
+
+@each(MODELS)
+def test_gradients_reach_gamma_and_every_weight(small):
+    model = converted(small)
+    reached = []
+    for candidate in (plain(small), model):
+        candidate.zero_grad()
+        outputs(candidate, **small.call()).square().sum().backward()
+        grads = {name: p.grad for name, p in candidate.named_parameters() if p.grad is not None}
+        reached.append({name for name, grad in grads.items() if grad.any()})
+        candidate.zero_grad()
+    gammas = {name for name in reached[1] if "infsa" in name}
+    assert len(gammas) == small.layers
+    assert reached[1] - gammas == reached[0]
+
+
+def test_dropout_is_that_of_the_model_or_refused():
+    config = NAMES["ViT"].make().config
+    config.attention_probs_dropout_prob = 0.5
+    torch.manual_seed(0)
+    model = infvit.convert(hf.ViTModel(config)).train()
+    x = torch.randn(2, 3, 32, 32)
+    assert model.encoder.layer[0].attention.infsa.attn_drop.p == 0.5 if hasattr(model, "encoder") else True
+    a, b = (model(x)[0] for _ in range(2))
+    assert not torch.equal(a, b)
+    assert torch.equal(model.eval()(x)[0], model(x)[0])
+    for module in model.train().modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="convert again"):
+        model(x)
+
+
+@each([NAMES[name] for name in ("ViT", "BERT", "T5 encoder", "Llama, grouped keys", "Mistral")])
+def test_output_attentions_is_the_mixing_matrix(small):
+    model, values = converted(small), []
+    attention = model.get_submodule(model.conversion_report.converted[0].name)
+    hook = attention.infsa.register_forward_hook(lambda _m, args, out: values.append((args[2], out)))
+    result = model(**small.call(), output_attentions=True)
+    hook.remove()
+    assert len(result.attentions) == small.layers
+    assert result.attentions[0].shape[1] == 4
+    norm = result.attentions[0].square().sum((-1, -2)).sqrt()
+    if small in CAUSAL:
+        assert not result.attentions[0].triu(1).any()
+    else:
+        assert_close(norm, torch.full_like(norm, 0.7), rtol=1e-3, atol=0)
+        assert_close(result.attentions[0] @ values[0][0], values[0][1])
+    assert_close(result[0], model(**small.call())[0])
+
+
+def test_output_attentions_that_cannot_be_given_is_refused():
+    small = NAMES["BERT"]
+    performer = infvit.convert(plain(small), "performer")
+    with pytest.raises(ConfigError, match="no mixing matrix"):
+        performer(**small.call(), output_attentions=True)
+    half = infvit.convert(plain(small), include="layer.0")
+    with pytest.raises(ConfigError, match="not converted"):
+        half(**small.call(), output_attentions=True)
+    siglip = converted(NAMES["SigLIP vision"])
+    with pytest.raises(ConfigError, match="output_attentions"):
+        siglip(**NAMES["SigLIP vision"].call(), output_attentions=True)
+
+
+def test_what_a_mechanism_lacks_is_refused():
+    for name, lacking in (("T5 encoder", "bias"), ("Mistral", "pairwise")):
+        with pytest.raises(ConfigError, match=f"nothing to convert(.|\n)*does not support.*{lacking}"):
+            infvit.convert(plain(NAMES[name]), "infsa_linear")
+    with pytest.raises(ConfigError, match=r"nothing to convert(.|\n)*causal"):
+        infvit.convert(plain(NAMES["Llama"]), "performer" if not causal("performer") else "linformer")
+
+
+def causal(mechanism: str) -> bool:
+    return infvit.attention.get_mechanism(mechanism).capabilities.causal
+
+
+def test_cross_attention_of_causal_decoders_is_refused_by_name():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    model = hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)).eval()
+    report = infvit.convert(model).conversion_report
+    assert [entry.name for entry in report.refused] == ["decoder.block.0.layer.1.EncDecAttention"]
+    assert "causal decoder" in report.refused[0].note
+    assert len(report.converted) == 2
+
+
+def test_modules_left_alone_compute_what_they_did():
+    for small in (NAMES["Llama, grouped keys"], NAMES["T5 encoder"], NAMES["DETR"]):
+        names = [entry.name for entry in converted(small).conversion_report.converted]
+        half = infvit.convert(plain(small), include=names[0])
+        assert len(half.conversion_report.converted) == 1
+        call = small.call()
+        if small.inputs != "images":
+            call["attention_mask"] = torch.tensor([[1] * 7, [0] * 2 + [1] * 5])
+        all_softmax = infvit.convert(half, "softmax", include=names[0])
+        real = slice(None) if small.inputs == "images" else call["attention_mask"].bool()
+        assert_close(outputs(all_softmax, **call)[real], outputs(plain(small), **call)[real])
+        assert (outputs(half, **call) - outputs(plain(small), **call))[real].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16", "autocast"])
+def test_half_precision(precision):
+    small = NAMES["Llama, grouped keys"]
+    expected = outputs(converted(small), **small.call())
+    if precision == "autocast":
+        model = infvit.convert(plain(small).float())
+        plain(small).double()
+        with torch.autocast("cpu", torch.bfloat16):
+            result = outputs(model, **small.call())
+    else:
+        model = infvit.convert(infvit.convert(plain(small)).to(getattr(torch, precision)), "infsa_pure", gamma=0.7)
+        assert {p.dtype for p in model.parameters()} == {getattr(torch, precision)}
+        result = outputs(model, **small.call())
+    assert (result.double() - expected).norm() / expected.norm() < 0.05
