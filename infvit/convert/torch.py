@@ -16,8 +16,14 @@ NESTED = "nested_tensor_before_convert"
 class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
     """nn.MultiheadAttention whose values are mixed by `self.infsa`; arguments, shapes and weights are torch's."""
 
-    # nn.TransformerEncoderLayer reads this before it runs torch's own fused softmax in place of the module.
-    _qkv_same_embed_dim = property(lambda self: False, lambda self, value: None)
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False once converted: nn.TransformerEncoderLayer asks before it runs torch's own fused softmax instead."""
+        return "infsa" not in self._modules and self.__dict__["_qkv_same_embed_dim"]
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, value: bool) -> None:
+        self.__dict__["_qkv_same_embed_dim"] = value
 
     def forward(
         self,
@@ -74,6 +80,13 @@ class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
         weights = attention_weights(self.infsa, q, k, **call)
         weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if batched else weights[0]
+
+    def _reset_parameters(self) -> None:
+        """Resets torch's own parameters; transformers calls this while it loads a model."""
+        core = self._modules.pop("infsa", None)
+        super()._reset_parameters()
+        if core is not None:
+            self._modules["infsa"] = core
 
     def _batch_first(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all three as (B, N, C); those that are one tensor stay one."""

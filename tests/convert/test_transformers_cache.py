@@ -65,6 +65,7 @@ def test_prompt_lookup_crops_the_cache():
     assert torch.equal(model.generate(**call, prompt_lookup_num_tokens=3), model.generate(**call, use_cache=False))
 
 
+@torch.no_grad()
 @each([LLAMA, MISTRAL])
 def test_cache_methods(small):
     model, tokens = converted(small), small.call()["input_ids"]
@@ -137,6 +138,15 @@ def test_a_cache_of_softmax_is_refused():
     handed_on = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
     with pytest.raises(ConfigError, match="4 earlier tokens"):
         converted(LLAMA)(input_ids=tokens[:, 4:], cache=handed_on)
+
+
+def test_no_gradient_is_taken_through_a_cache():
+    model, tokens = converted(LLAMA), LLAMA.call()["input_ids"]
+    model(input_ids=tokens, use_cache=True).logits.sum().backward()
+    model.zero_grad()
+    logits = stepwise(model, tokens, [4, 3])
+    with pytest.raises(ConfigError, match="whole sequences"):
+        logits.sum().backward()
 
 
 def test_linear_keeps_no_state():

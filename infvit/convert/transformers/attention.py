@@ -116,7 +116,7 @@ def _causal(
     if isinstance(core, PureInfSA):
         if layer is None and new != tokens:
             raise ConfigError("Pure InfSA needs the cache with which its earlier tokens were computed: pass cache=....")
-        past = None if layer is None else past_squares(layer, new, type(module).__name__)
+        past = None if layer is None else past_squares(layer, new, type(module).__name__, k)
         q, k, mask = read_call(core, q, k, **call)
         out, squares, weights = continue_pure(core, q, k, v, mask, past, need)
         if layer is not None:
@@ -164,7 +164,7 @@ def _softmax(
     if not getattr(module, "infsa_kept", False):
         raise ConfigError(
             f"{type(module).__name__} has no mechanism, but the configuration says that the model was converted "
-            f"(attn_implementation={NAME!r}). A model that was made from the configuration of a converted one has to be "
+            f"(attn_implementation={NAME!r}). A model made from the configuration of a converted one has to be "
             "converted itself: set config._attn_implementation to 'sdpa', then infvit.convert(model)."
         )
     if call.get("output_attentions"):

@@ -90,8 +90,26 @@ def cached_layer(cache: Any, index: int | None) -> Any:
     return layer
 
 
-def past_squares(layer: Any, new: int, name: str) -> Tensor | None:
+class _WithoutGradient(torch.autograd.Function):
+    """Passes sums of squares on; a backward pass, which would leave out what they depend on, is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, squares: Tensor, _: Tensor) -> Tensor:
+        return squares.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise ConfigError("Pure InfSA keeps no gradients of earlier calls in a cache: train on whole sequences.")
+
+
+def past_squares(layer: Any, new: int, name: str, keys: Tensor) -> Tensor | None:
     """Returns the sums of squares behind the last token before the `new` ones, (B, H); None where there is none.
+
+    Args:
+        layer: the layer of the cache, with the new tokens in it.
+        new: how many these are.
+        name: of the module, for the error.
+        keys: those of the layer.
 
     Raises:
         ConfigError: the cache was filled, or cut, without keeping them.
@@ -106,7 +124,7 @@ def past_squares(layer: Any, new: int, name: str) -> Tensor | None:
             "that was not converted filled it, or something other than its own methods changed it. Begin with a new "
             "DynamicCache."
         )
-    return squares[..., -1]
+    return _WithoutGradient.apply(squares[..., -1], keys)
 
 
 def keep_squares(layer: Any, squares: Tensor, past: Tensor | None) -> None:
