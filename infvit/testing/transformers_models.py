@@ -31,9 +31,11 @@ class Small:
         """Builds the model in float64."""
         torch.manual_seed(0)
         model = self.build()
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=(parameter[0].numel()) ** -0.5)
+            elif name.endswith("bias"):
+                nn.init.normal_(parameter, std=0.2)
         return model.double().eval()
 
     def call(self) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+import transformers as hf
 from test_transformers import CAUSAL, NAMES, converted, each, outputs, plain
 from torch.testing import assert_close
 from transformers import DynamicCache, QuantizedCache, StaticCache
@@ -31,20 +32,31 @@ def stepwise(model, tokens, sizes, cache=None, **call) -> torch.Tensor:
     return torch.cat(logits, 1)
 
 
+@torch.no_grad()
 @each(CAUSAL)
-@pytest.mark.parametrize("sizes", [[7], [1] * 7, [3, 1, 1, 2]])
+@pytest.mark.parametrize("sizes", [[1] * 7, [3, 1, 1, 2]])
 def test_pieces_equal_the_whole(small, sizes):
     model, tokens = converted(small), small.call()["input_ids"]
     assert_close(stepwise(model, tokens, sizes), model(input_ids=tokens, use_cache=False).logits)
 
 
-@each(CAUSAL)
+def test_bert_as_a_decoder():
+    config = NAMES["BERT"].make().config
+    config.is_decoder = True
+    model = infvit.convert(hf.BertLMHeadModel(config).double().eval())
+    assert len(model.conversion_report.converted) == 2
+    tokens = NAMES["BERT"].call()["input_ids"]
+    with torch.no_grad():
+        assert_close(stepwise(model, tokens, [4, 2, 1]), model(input_ids=tokens, use_cache=False).logits)
+
+
+@each([LLAMA, MISTRAL])
 def test_softmax_continues_too(small):
     model, tokens = converted(small, "softmax"), small.call()["input_ids"]
     assert_close(stepwise(model, tokens, [3, 2, 1, 1]), plain(small)(input_ids=tokens).logits)
 
 
-@each(CAUSAL)
+@each([NAMES["GPT-2"], LLAMA, MISTRAL])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_generate_with_and_without_cache(small, beams):
     model = converted(small)

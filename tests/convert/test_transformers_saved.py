@@ -2,20 +2,19 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers as hf
-from test_transformers import MODELS, NAMES, converted, each, outputs, plain
+from test_transformers import NAMES, converted, each, outputs, plain
 from torch.testing import assert_close
 
 import infvit
+from infvit.convert.transformers.attention import NAME
 from infvit.errors import ConfigError
 from infvit.testing.transformers_models import Small
 
-SOME = [NAMES[name] for name in ("ViT", "DETR", "BERT", "T5 encoder", "Mistral")]
+SOME = [NAMES[name] for name in ("DETR", "BERT", "Mistral")]
 
 
 def trained(small: Small, **arguments):
@@ -27,7 +26,7 @@ def trained(small: Small, **arguments):
     return model
 
 
-@each(MODELS)
+@each([NAMES[name] for name in ("ViT", "SigLIP vision", "RT-DETR", "T5 encoder", "GPT-2", "Gemma")])
 def test_save_and_load_gives_the_converted_model(small, tmp_path):
     model = trained(small, gamma=0.4, activation="gelu")
     model.save_pretrained(tmp_path)
@@ -40,11 +39,19 @@ def test_save_and_load_gives_the_converted_model(small, tmp_path):
     # Buffers are made again, in another precision: the square root of a width in Gemma.
     assert_close(outputs(loaded, **small.call()), outputs(model, **small.call()), rtol=1e-4, atol=1e-6)
     assert not getattr(loaded, "is_quantized", False)
-    loaded.half()
-    again = tmp_path / "again"
-    infvit.convert(infvit.revert(loaded.double()), gamma=0.2).save_pretrained(again)
-    name = model.conversion_report.converted[0].name
-    assert type(model).from_pretrained(again).get_submodule(name).infsa.decay.initial == 0.2
+    loaded.half()  # which transformers refuses for a model that it takes for a quantised one
+
+
+def test_save_load_and_save_again(tmp_path):
+    converted(NAMES["BERT"]).save_pretrained(tmp_path / "first")
+    loaded = hf.BertModel.from_pretrained(tmp_path / "first")
+    infvit.convert(infvit.revert(loaded), gamma=0.2).save_pretrained(tmp_path / "second")
+    again = hf.BertModel.from_pretrained(tmp_path / "second")
+    assert {core.infsa.decay.initial for core in again.modules() if hasattr(core, "infsa")} == {0.2}
+    infvit.revert(again).save_pretrained(tmp_path / "third")
+    third = hf.BertModel.from_pretrained(tmp_path / "third", attn_implementation="eager")
+    assert third.config._attn_implementation == "eager"
+    assert not any(hasattr(module, "infsa") for module in third.modules())
 
 
 def test_save_and_load_of_a_part(tmp_path):
@@ -66,14 +73,15 @@ def test_load_into_the_model_with_another_head(tmp_path):
     assert_close(hf.ViTModel.from_pretrained(tmp_path / "classifier")(**call)[0], model(**call)[0])
 
 
-@pytest.mark.slow
-def test_loading_without_infvit_fails_and_says_what_to_import(tmp_path):
+def test_loading_without_infvit_fails_and_says_what_to_import(tmp_path, monkeypatch):
     converted(NAMES["ViT"]).save_pretrained(tmp_path)
-    code = f"import transformers; transformers.ViTModel.from_pretrained({str(tmp_path)!r})"
-    for before, good in (("", False), ("import infvit.convert.transformers; ", True)):
-        done = subprocess.run([sys.executable, "-c", before + code], capture_output=True, text=True)
-        assert (done.returncode == 0) is good
-        assert good or 'attn_implementation="infvit.convert.transformers"` is not supported' in done.stderr
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+    monkeypatch.delitem(hf.AttentionInterface._global_mapping, NAME)
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, NAME)
+    monkeypatch.delitem(AUTO_QUANTIZER_MAPPING, NAME)
+    with pytest.raises(ValueError, match=r'attn_implementation="infvit.convert.transformers"` is not supported'):
+        hf.ViTModel.from_pretrained(tmp_path)
 
 
 def test_a_model_made_from_the_configuration_of_a_converted_one_fails():
@@ -126,7 +134,7 @@ def test_pickle_of_a_process_that_converted_nothing():
     assert_close(outputs(pickle.loads(data), **NAMES["DeiT"].call()), outputs(model, **NAMES["DeiT"].call()))
 
 
-@each(MODELS)
+@each([NAMES[name] for name in ("DINOv2", "SigLIP vision", "RT-DETR", "BERT", "T5 encoder", "Mistral")])
 def test_revert_gives_the_model_back(small):
     model = infvit.convert(plain(small))
     keys = set(model.state_dict()) - set(plain(small).state_dict())
@@ -218,11 +226,16 @@ def test_gradient_checkpointing():
 
 @pytest.mark.slow
 @each([NAMES[name] for name in ("ViT", "BERT", "Llama, grouped keys")])
+@torch.no_grad()
 def test_compile_without_graph_breaks(small):
-    model = converted(small)
-    call = small.call()
+    config = small.make().config
+    config.num_hidden_layers = 1
+    model, call = infvit.convert(type(plain(small))(config).eval()), small.call()
+    if small.inputs == "images":
+        call = {name: value.float() for name, value in call.items()}
     if small.inputs == "text":
         call["attention_mask"] = torch.tensor([[1] * 7, [1] * 4 + [0] * 3])
+    if small.inputs == "causal":
+        call["use_cache"] = False
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    more = {"use_cache": False} if small.inputs == "causal" else {}
-    assert_close(compiled(**call, **more)[0], model(**call, **more)[0])
+    assert_close(compiled(**call)[0], model(**call)[0])

@@ -116,7 +116,7 @@ def _path(cls: type) -> str:
 
 def find(model: nn.Module) -> list[Site]:
     """Returns the modules of attention in models of transformers."""
-    quantised = [config.quantization_config for config in _configs(model) if _is_quantised(config)]
+    quantised = [config.quantization_config for config, _ in _configs(model) if _is_quantised(config)]
     sites: list[Site] = []
     for name, module in model.named_modules():
         cls = library_class(module)
@@ -170,15 +170,14 @@ def settle(model: nn.Module) -> None:
     """Brings configurations in line with which modules are converted."""
     dispatching = [module for module in model.modules() if _dispatches(module)]
     converted = {id(module.config) for module in dispatching if isinstance(module, Dispatching)}
-    for config in _configs(model):
+    for config, owner in _configs(model):
         if id(config) in converted:
             if config._attn_implementation != NAME:
                 config.attention_before_infvit = config._attn_implementation
             config._attn_implementation_internal = NAME
         elif config._attn_implementation == NAME:
-            config._attn_implementation_internal = getattr(config, "attention_before_infvit", None) or "sdpa"
-        if id(config) not in converted and hasattr(config, "attention_before_infvit"):
-            del config.attention_before_infvit
+            default = "sdpa" if owner is None else owner.get_correct_attn_implementation(None)
+            config._attn_implementation_internal = config.__dict__.pop("attention_before_infvit", default)
     for module in dispatching:
         if not isinstance(module, Dispatching) and module.config._attn_implementation == NAME:
             module.infsa_kept = True
@@ -189,11 +188,11 @@ def settle(model: nn.Module) -> None:
 
 def _record(model: nn.Module) -> None:
     """Writes into the configurations what makes a saved model come back converted, or fail; see `saved`."""
-    for _prefix, owner in _outermost(model):
+    for owner in _outermost(model):
         config, groups = owner.config, []
         for name, module in owner.named_modules():
             core = getattr(module, "infsa", None)
-            if core is None:
+            if core is None or "converted_with" not in core.__dict__:  # built so, not converted
                 continue
             what = {"mechanism": core.name, "arguments": core.__dict__["converted_with"]}
             group = next((group for group in groups if what.items() <= group.items()), None)
@@ -209,21 +208,23 @@ def _record(model: nn.Module) -> None:
             del config.quantization_config
 
 
-def _outermost(model: nn.Module) -> Iterator[tuple[str, PreTrainedModel]]:
+def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
     """Yields the models of transformers that lie in no other one."""
-    last = None
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and (last is None or not (last == "" or name.startswith(f"{last}."))):
-            last = name
-            yield name, module
+    if isinstance(module, PreTrainedModel):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
 
 
-def _configs(model: nn.Module) -> list[PreTrainedConfig]:
-    """Returns the configurations of models and of attention modules, each once."""
-    found = {}
+def _configs(model: nn.Module) -> list[tuple[PreTrainedConfig, PreTrainedModel | None]]:
+    """Returns the configurations of models and of attention modules, each once, with the model that has it."""
+    found: dict[int, tuple[PreTrainedConfig, PreTrainedModel | None]] = {}
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) or _dispatches(module):
-            found[id(module.config)] = module.config
+        if isinstance(module, PreTrainedModel):
+            found.setdefault(id(module.config), (module.config, module))
+        elif _dispatches(module):
+            found.setdefault(id(module.config), (module.config, None))
     return list(found.values())
 
 
