@@ -5,7 +5,7 @@ from infvit.attention.auxiliary import AuxiliaryLoss, auxiliary_losses, collect_
 from infvit.attention.cosformer import CosFormer
 from infvit.attention.efficient import EfficientAttention
 from infvit.attention.layer import AttentionLayer
-from infvit.attention.linear import LinearInfSA
+from infvit.attention.linear import LinearInfSA, linear_infsa, linear_infsa_weights
 from infvit.attention.linear_transformer import LinearTransformer
 from infvit.attention.linformer import Linformer
 from infvit.attention.mechanism import (
@@ -21,7 +21,7 @@ from infvit.attention.mechanism import (
 )
 from infvit.attention.nystromformer import Nystromformer
 from infvit.attention.performer import Performer
-from infvit.attention.pure import PureInfSA
+from infvit.attention.pure import PureInfSA, pure_infsa, pure_infsa_matrix
 from infvit.attention.singularformer import Singularformer
 from infvit.attention.softmax import SoftmaxAttention, UnfusedSoftmaxAttention
 
@@ -62,6 +62,10 @@ __all__ = [
     "collect_losses",
     "get_mechanism",
     "hyperparameters",
+    "linear_infsa",
+    "linear_infsa_weights",
     "list_mechanisms",
+    "pure_infsa",
+    "pure_infsa_matrix",
     "register_mechanism",
 ]

@@ -1,6 +1,7 @@
 """Linear InfSA: one pooled query, one weight per token, one output for all tokens (arXiv 2603.00175)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
 from infvit.attention.kernels.linear_pool import linear_pool
-from infvit.attention.mechanism import Capabilities, Mask, Projections, full_precision, zero_padded
+from infvit.attention.mechanism import NO_MASK, Capabilities, Mask, Projections, full_precision, zero_padded
 
 
 def normalised(weights: Tensor, dim: int) -> Tensor:
@@ -51,6 +52,52 @@ def causal_linear_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], 
     return normalised(scores, -1)
 
 
+def linear_infsa_weights(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mask: Mask) -> Tensor:
+    """Computes a, the weights of the keys.
+
+    Args:
+        q: queries, (B, H, M, D), scaled by 1 / sqrt(D), zero where padded.
+        k: keys, (B, H, N, D), scaled by 1 / sqrt(D).
+        phi: activation, elementwise.
+        mask: padding; causal or ordered.
+
+    Returns:
+        Weights, (B, H, 1, N), the same for all queries; (B, H, M, N) under a causal mask or ordered queries.
+    """
+    if mask.causal or mask.ordered:
+        return causal_linear_matrix(q, k, phi, mask)
+    scores = phi(pooled_query(q) @ k.transpose(-2, -1))
+    if mask.keys is not None:
+        # A zeroed key scores phi(0) = 0 with all our activations; selecting does not rely on that.
+        scores = torch.where(mask.keys[:, None, None, :], scores, scores.new_zeros(()))
+    return normalised(scores, -1)
+
+
+def linear_infsa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask = NO_MASK, *, activation: str = "relu", dropout: float = 0.0
+) -> Tensor:
+    """Computes `sum_j a_j v_j` for every query; gamma is left to the caller.
+
+    Args:
+        q: queries, (B, H, M, D), not scaled.
+        k: keys, (B, H, N, D), not scaled.
+        v: values, (B, H, N, E).
+        mask: padding; causal or ordered.
+        activation: phi: relu, gelu or abs.
+        dropout: probability with which a weight is dropped.
+
+    Returns:
+        The output, (B, H, M, E), in the dtype of v. Zero at padded queries. Sums are made in at least float32.
+    """
+    scale = q.shape[-1] ** -0.5
+    q, k, values = zero_padded(q, mask.queries), zero_padded(k, mask.keys), zero_padded(v, mask.keys)
+    with full_precision(v) as compute:
+        q, k = q.to(compute) * scale, k.to(compute) * scale
+        weights = F.dropout(linear_infsa_weights(q, k, get_activation(activation), mask), dropout)
+        out = (weights @ values.to(compute)).expand(-1, -1, q.shape[-2], -1)
+    return zero_padded(out.to(v.dtype), mask.queries)
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which a matrix product of x is computed here: that of autocast where it is on."""
     device = x.device.type
@@ -81,29 +128,20 @@ class LinearInfSA(InfSA):
     token_maps = ("weights",)
     ties_key = True
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if mask.causal or mask.ordered:
-            weights = causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)
-            return self.decay() * (self.attn_drop(weights) @ v)
-        weights = self._weights(q, k, mask)
-        return (self.decay() * (self.attn_drop(weights) @ v)).expand(-1, -1, q.shape[-2], -1)
+    def macs(self, tokens: int) -> int:
+        return 3 * tokens * self.num_heads * self.head_dim  # pooled query, scores, weighted values
 
-    def _weights(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-        """Returns a, (B, H, 1, N)."""
-        scores = self.phi(pooled_query(q * self.scale) @ (k * self.scale).transpose(-2, -1))
-        if mask.keys is not None:
-            # A zeroed key scores phi(0) = 0 with all our activations; selecting does not rely on that.
-            scores = torch.where(mask.keys[:, None, None, :], scores, scores.new_zeros(()))
-        return normalised(scores, -1)
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        dropout = self.attn_drop.p if self.training else 0.0
+        return self.decay() * linear_infsa(q, k, v, mask, activation=self.activation, dropout=dropout)
 
     def _matrix(self, q: Tensor, k: Tensor, mask: Mask) -> Tensor:
-        if mask.causal or mask.ordered:
-            return self.decay() * causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)
-        matrix = (self.decay() * self._weights(q, k, mask)).expand(-1, -1, q.shape[-2], -1)
-        return zero_padded(matrix, mask.queries)
+        weights = linear_infsa_weights(q * self.scale, k * self.scale, self.phi, mask)
+        return zero_padded((self.decay() * weights).expand(-1, -1, q.shape[-2], -1), mask.queries)
 
     def _token_map(self, q: Tensor, k: Tensor, mask: Mask, kind: str) -> Tensor:
-        return self._weights(q, k, mask)[..., 0, :]  # under a causal mask: those of the last token, which sees all
+        last = replace(mask, causal=False, ordered=False)  # of the last token, which sees all
+        return linear_infsa_weights(q * self.scale, k * self.scale, self.phi, last)[..., 0, :]
 
     def absorbs(self, mask: Mask) -> bool:
         """Not under a mask other than padding, and not with dropout on the weights."""

@@ -29,7 +29,7 @@ def pure_infsa_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mas
         phi: activation, elementwise.
         mask: excluded pairs contribute 0 to the product and to the norm. Under a causal mask row i is divided by the
             norm of the block A[:i+1, :i+1] instead, so that no later token is felt through the norm either; so it is
-            where queries are `ordered`, and where `pairs` let no query see a later key, which is a causal mask too.
+            where queries are `ordered`, and where `pairs` let queries see earlier keys and no later: causal, too.
 
     Returns:
         A, (B, H, M, N).
@@ -54,8 +54,8 @@ def _norms(scores: Tensor, mask: Mask) -> Tensor:
     if in_order:
         return running
     assert mask.pairs is not None
-    later = mask.pairs.triu(1).any(-1, keepdim=True).any(-2, keepdim=True)  # by selection: no look at the values
-    return torch.where(later, running[..., -1:, :], running)
+    later, earlier = (x.any(-1, keepdim=True).any(-2, keepdim=True) for x in (mask.pairs.triu(1), mask.pairs.tril(-1)))
+    return torch.where(earlier & ~later, running, running[..., -1:, :])  # by selection: a graph cannot look at values
 
 
 def _safe_sqrt(x: Tensor) -> Tensor:
@@ -193,6 +193,9 @@ class PureInfSA(InfSA):
     def upcasts(self) -> bool:
         """Where the Triton kernels run, half precision goes in as it is; their sums are float32."""
         return not _runs_triton(self.decay.logit.device)
+
+    def macs(self, tokens: int) -> int:
+        return 2 * tokens**2 * self.num_heads * self.head_dim
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         dropout = self.attn_drop.p if self.training else 0.0

@@ -28,7 +28,7 @@ def attend(core: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Ten
         The output, (B, H, M, E).
     """
     q, k, mask = read_call(core, q, k, **call)
-    return core(q, k, _for_each_query_head(v, q), mask)
+    return core(q, k, repeat_heads(v, q), mask)
 
 
 def attention_weights(core: Mechanism, q: Tensor, k: Tensor, **call: Any) -> Tensor:
@@ -37,7 +37,7 @@ def attention_weights(core: Mechanism, q: Tensor, k: Tensor, **call: Any) -> Ten
 
 
 def read_call(
-    core: Mechanism,
+    core: Mechanism | type[Mechanism],
     q: Tensor,
     k: Tensor,
     *,
@@ -52,7 +52,7 @@ def read_call(
     """Returns queries, keys and mask for a mechanism whose logits are `q k^T / sqrt(D) + bias`.
 
     Args:
-        core: the mechanism.
+        core: the mechanism, or its class.
         q: queries, (B, H, M, D).
         k: keys, (B, H / n, N, D).
         scale: factor of `q k^T` in the library's logits, a number or broadcastable to (B, H, M, D); None: 1 / sqrt(D).
@@ -64,10 +64,10 @@ def read_call(
         ordered: no query may feel a later one, see `infvit.attention.Mask`.
         bias: finite numbers added to the logits, broadcastable to (B, H, M, N).
     """
-    root = math.sqrt(core.head_dim)
+    root = math.sqrt(q.shape[-1])
     if scale is not None and not (isinstance(scale, float) and math.isclose(scale * root, 1, rel_tol=1e-9)):
         q = q * (scale * root)
-    k = _for_each_query_head(k, q)
+    k = repeat_heads(k, q)
     pairs = mask
     if mask is not None and mask.is_floating_point():
         pairs = mask > EXCLUDED
@@ -114,14 +114,14 @@ def is_causal_mask(mask: Tensor) -> bool:
     return not bool(allowed.triu(1).any())
 
 
-def _for_each_query_head(x: Tensor, q: Tensor) -> Tensor:
+def repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """Repeats the heads of grouped keys or values."""
     times = q.shape[1] // x.shape[1]
     return x if times == 1 else x.repeat_interleave(times, 1)
 
 
 def _without_pairs(
-    core: Mechanism,
+    core: Mechanism | type[Mechanism],
     pairs: Tensor,
     q: Tensor,
     k: Tensor,
@@ -135,8 +135,8 @@ def _without_pairs(
         real = pairs[:, 0, 0].expand(q.shape[0], k.shape[-2])
         return None, real if keys is None else keys & real, queries, causal
     if not torch.compiler.is_compiling() and not pairs.is_meta:
-        seen = pairs.any(-2, keepdim=True)
-        if torch.equal(pairs, seen.expand_as(pairs)) and pairs.shape[1] == 1:
+        seen = pairs.any(-2, keepdim=True).any(1, keepdim=True)
+        if torch.equal(pairs, seen.expand_as(pairs)):
             return _without_pairs(core, seen, q, k, keys, queries, causal)
         if core.capabilities.causal and q.shape[-2] == k.shape[-2]:
             triangle = torch.ones(pairs.shape[-2:], dtype=torch.bool, device=pairs.device).tril()

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infvit.attention import Mechanism
+from infvit.attention import Mechanism, SoftmaxAttention, get_mechanism, hyperparameters
+from infvit.errors import ConfigError
 
 
 class Converted:
@@ -27,6 +28,41 @@ class Converted:
 def library_class(module: nn.Module) -> type[nn.Module]:
     """Returns the class that a library gave to a module, converted or not."""
     return module.original() if isinstance(module, Converted) else type(module)
+
+
+def check_mechanism(name: str, args: dict[str, Any]) -> type[Mechanism]:
+    """Returns a mechanism by name, if it takes these hyperparameters.
+
+    Raises:
+        ConfigError: unknown mechanism or hyperparameter, or a missing number of tokens.
+    """
+    cls = get_mechanism(name)
+    unknown = set(args) - hyperparameters(cls)
+    if unknown:
+        raise ConfigError(
+            f"attention mechanism {name!r} takes {sorted(hyperparameters(cls)) or 'nothing'}, not {sorted(unknown)}."
+        )
+    if not cls.capabilities.any_length and "num_tokens" not in args:
+        raise ConfigError(f"attention mechanism {name!r} is built for one number of tokens: give num_tokens.")
+    return cls
+
+
+def build_core(
+    cls: type[Mechanism], num_heads: int, head_dim: int, dropout: float, factory: dict[str, Any], args: dict[str, Any]
+) -> Mechanism:
+    """Returns a mechanism for somebody else's projections.
+
+    Raises:
+        ConfigError: a hyperparameter is not allowed, or the mechanism needs more than queries, keys and values.
+    """
+    core = cls(num_heads, head_dim, dropout, **factory, **args)
+    if core.extra_dim:
+        raise ConfigError(f"{cls.name} needs a projection of its own, which this attention lacks")
+    core.__dict__["built_with"] = args
+    if not core.state_dict() and not issubclass(cls, SoftmaxAttention):
+        # A state dict must not load without a word into the model that was not converted.
+        core.register_buffer("converted", torch.empty(0, **factory))
+    return core
 
 
 @dataclass(frozen=True)

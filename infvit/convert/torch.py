@@ -233,7 +233,9 @@ def find(model: nn.Module) -> list[Site]:
             continue
         kind = type(module)
         refusal = None
-        if kind not in (nn.MultiheadAttention, InfSAMultiheadAttention):
+        if kind.__module__ == "infvit.convert.attention":
+            refusal = "infvit's own: its mechanism is an argument (mechanism=...)"
+        elif kind not in (nn.MultiheadAttention, InfSAMultiheadAttention):
             refusal = f"a subclass of nn.MultiheadAttention ({kind.__module__}), which may compute something else"
         sites.append(
             Site(

@@ -21,8 +21,8 @@ class Formula:
 
     It knows two doors: `F.scaled_dot_product_attention`, and a softmax over the last dimension of a matrix of logits
     (Pure only: Linear needs the queries themselves). Logits at or below `excluded` take no part; a key that no query
-    sees is a padded token and, where queries and keys are the same tokens, no query either; a mask that excludes every
-    later key is causal. Nothing here comes from the mechanisms it is compared with.
+    sees is a padded token and, where queries and keys are the same tokens, no query either; a mask that lets queries
+    see earlier keys and no later ones is causal. Nothing here comes from the mechanisms it is compared with.
 
     Args:
         name: infsa_pure or infsa_linear.
@@ -130,4 +130,6 @@ def _without_padding(allowed: Tensor) -> Tensor:
 
 
 def _causal(allowed: Tensor) -> bool:
-    return allowed.shape[-1] == allowed.shape[-2] and allowed.shape[-1] > 1 and not bool(allowed.triu(1).any())
+    if allowed.shape[-1] != allowed.shape[-2]:
+        return False
+    return bool(allowed.tril(-1).any()) and not bool(allowed.triu(1).any())
