@@ -6,6 +6,7 @@ the modules that the configuration lists. Where this file was not imported, `att
 configuration makes transformers raise instead.
 """
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -48,8 +49,9 @@ class Restorer(HfQuantizer):
         prefix = f"{model.base_model_prefix}."
         del model.config.quantization_config  # a configuration that is quantised is refused; `settle` writes it again
         for group in deepcopy(self.quantization_config.conversions):
-            names = {name for full in group["modules"] for name in (full, full.removeprefix(prefix))}
-            convert(model, group["mechanism"], include=names, inplace=True, **group["arguments"])
+            names = {re.escape(name) for full in group["modules"] for name in (full, full.removeprefix(prefix))}
+            names_here = re.compile(rf"(^|\.)({'|'.join(sorted(names))})$")  # with or without a head
+            convert(model, group["mechanism"], include=names_here, inplace=True, **group["arguments"])
 
     def postprocess_model(self, model: PreTrainedModel, **kwargs: Any) -> None:
         for name in ("hf_quantizer", "quantization_method", "is_quantized"):
