@@ -8,6 +8,16 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+import infvit
+from infvit.testing.conversion import Formula
+
+
+class FusedFormula(Formula):
+    """Takes the place of fused attention only: RT-DETR weighs its sampled points by a softmax that is no attention."""
+
+    def _softmax(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return original
+
 
 @dataclass(frozen=True)
 class Small:
@@ -45,6 +55,68 @@ class Small:
             side = 64 if "DETR" in self.name else 32
             return {"pixel_values": torch.randn(2, 3, side, side, generator=generator, dtype=torch.float64)}
         return {"input_ids": torch.randint(3, 50, (2, 7), generator=generator)}
+
+    def formula(self, mechanism: str = "infsa_pure") -> Formula:
+        """Returns the formula that takes the place of the model's softmax."""
+        pooling = self.name == "SigLIP vision"  # by nn.MultiheadAttention, which computes weights by itself
+        return Formula(mechanism, head_dim=8) if pooling else FusedFormula(mechanism)
+
+
+def outputs(model: nn.Module, **call: Any) -> Tensor:
+    """Returns the hidden states or logits of each token, or the boxes of each query."""
+    result = model(**call)
+    if type(model).__name__ == "SiglipVisionModel":
+        return torch.cat([result.last_hidden_state, result.pooler_output[:, None]], 1)
+    return result.pred_boxes if "pred_boxes" in result else result[0]
+
+
+def positions(real: Tensor) -> Tensor:
+    """Returns the place of each real token in its text."""
+    return (real.cumsum(-1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def measure(small: Small) -> dict[str, Any]:
+    """Returns what the table of conversions says of one model.
+
+    Returns:
+        library, model; converted and refused modules; error: largest difference from the formula in float64; leak:
+        largest change of an earlier logit by a later token; padding: largest change of a real token by padding on
+        either side; breaks: graph breaks of torch.compile. None where there is no such thing.
+    """
+    plain = small.make()
+    model = infvit.convert(plain)
+    report = model.conversion_report
+    with small.formula():
+        expected = outputs(plain, **small.call())
+    whole = outputs(model, **small.call())
+    row: dict[str, Any] = {
+        "library": "transformers",
+        "model": small.name,
+        "converted": len(report.converted),
+        "refused": len(report.refused),
+        "error": float((whole - expected).abs().max()),
+        "leak": None,
+        "padding": None,
+    }
+    if small.inputs != "images":
+        tokens = small.call()["input_ids"]
+        changes = []
+        for side in (slice(0, 3), slice(4, 7)):
+            real = torch.ones_like(tokens)
+            real[:, side] = 0
+            places = {} if small.name.startswith("T5") else {"position_ids": positions(real)}
+            padded = outputs(model, input_ids=tokens, attention_mask=real, **places)[real.bool()]
+            alone = outputs(model, input_ids=tokens[real.bool()].view(2, -1))
+            changes.append(float((padded - alone.flatten(0, 1)).abs().max()))
+        row["padding"] = max(changes)
+        if small.inputs == "causal":
+            changed = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 5) % 45 + 3], 1)
+            row["leak"] = float((outputs(model, input_ids=changed) - whole)[:, :-1].abs().max())
+    more = {"use_cache": False} if small.inputs == "causal" else {}
+    torch._dynamo.reset()
+    row["breaks"] = torch._dynamo.explain(model)(**small.call(), **more).graph_break_count
+    return row
 
 
 def _sizes(**more: Any) -> dict[str, Any]:

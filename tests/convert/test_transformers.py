@@ -12,29 +12,11 @@ import infvit
 from infvit.attention import PureInfSA
 from infvit.convert.transformers.attention import UNSUPPORTED
 from infvit.errors import ConfigError
-from infvit.testing.conversion import Formula
-from infvit.testing.transformers_models import MODELS, Small
+from infvit.testing.transformers_models import MODELS, FusedFormula, Small, outputs, positions
 
 NAMES = {small.name: small for small in MODELS}
 CAUSAL = [small for small in MODELS if small.inputs == "causal"]
 TEXT = [small for small in MODELS if small.inputs == "text"]
-
-
-class FusedFormula(Formula):
-    """Takes the place of fused attention; of softmax itself only in SigLIP's pooling: RT-DETR weighs points by one."""
-
-    pooling = False
-
-    def _softmax(self, original):
-        return super()._softmax(original) if self.pooling else original
-
-
-class PoolingFormula(FusedFormula):
-    pooling = True
-
-
-def formula_of(small: Small, name: str = "infsa_pure") -> Formula:
-    return PoolingFormula(name, head_dim=8) if small.name == "SigLIP vision" else FusedFormula(name)
 
 
 @cache
@@ -49,18 +31,6 @@ def converted(small: Small, mechanism: str = "infsa_pure") -> torch.nn.Module:
 
 def each(models):
     return pytest.mark.parametrize("small", models, ids=[small.name for small in models])
-
-
-def outputs(model, **call) -> torch.Tensor:
-    """Returns hidden states or logits, of each token or query."""
-    result = model(**call)
-    if type(model).__name__ == "SiglipVisionModel":
-        return torch.cat([result.last_hidden_state, result.pooler_output[:, None]], 1)
-    return result.pred_boxes if "pred_boxes" in result else result[0]
-
-
-def positions(real: torch.Tensor) -> torch.Tensor:
-    return (real.cumsum(-1) - 1).clamp(min=0)
 
 
 @each(MODELS)
@@ -80,7 +50,7 @@ def test_pure_is_the_formula(small, mode):
     models = [plain(small).train(mode == "train"), converted(small).train(mode == "train")]
     with torch.set_grad_enabled(mode != "no_grad"):
         softmax = outputs(models[0], **small.call())
-        with formula_of(small) as formula:
+        with small.formula() as formula:
             expected = outputs(models[0], **small.call())
         result = outputs(models[1], **small.call())
     assert formula.calls == small.layers

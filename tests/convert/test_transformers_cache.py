@@ -6,13 +6,14 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from test_transformers import CAUSAL, NAMES, converted, each, outputs, plain
+from test_transformers import CAUSAL, NAMES, converted, each, plain
 from torch.testing import assert_close
 from transformers import DynamicCache, QuantizedCache, StaticCache
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 import infvit
 from infvit.errors import ConfigError
+from infvit.testing.transformers_models import outputs
 
 LLAMA, MISTRAL = NAMES["Llama, grouped keys"], NAMES["Mistral"]
 
@@ -181,3 +182,14 @@ def test_encoder_decoder_cache_serves_the_decoder_alone():
     model, tokens = converted(NAMES["GPT-2"]), NAMES["GPT-2"].call()["input_ids"]
     whole = outputs(model, input_ids=tokens, use_cache=False)
     assert_close(stepwise(model, tokens, [4, 1, 2], cache), whole)
+
+
+def test_t5_generates_with_its_encoder_decoder_cache():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    model = infvit.convert(hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=50, **sizes, **tokens)).double().eval())
+    call = {**prompt(), "max_new_tokens": 5, "min_new_tokens": 5, "num_beams": 2, "do_sample": False}
+    more = {"return_dict_in_generate": True, "output_scores": True}
+    cached, whole = (model.generate(**call, **more, use_cache=use) for use in (True, False))
+    assert torch.equal(cached.sequences, whole.sequences)
+    assert_close(torch.stack(cached.scores), torch.stack(whole.scores))

@@ -6,13 +6,13 @@ import pickle
 import pytest
 import torch
 import transformers as hf
-from test_transformers import NAMES, converted, each, outputs, plain
+from test_transformers import NAMES, converted, each, plain
 from torch.testing import assert_close
 
 import infvit
 from infvit.convert.transformers.attention import NAME
 from infvit.errors import ConfigError
-from infvit.testing.transformers_models import Small
+from infvit.testing.transformers_models import Small, outputs
 
 SOME = [NAMES[name] for name in ("DETR", "BERT", "Mistral")]
 
