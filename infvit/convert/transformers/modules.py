@@ -192,9 +192,9 @@ def _record(model: nn.Module) -> None:
         config, groups = owner.config, []
         for name, module in owner.named_modules():
             core = getattr(module, "infsa", None)
-            if core is None or "converted_with" not in core.__dict__:  # built so, not converted
+            if core is None:
                 continue
-            what = {"mechanism": core.name, "arguments": core.__dict__["converted_with"]}
+            what = {"mechanism": core.name, "arguments": core.__dict__["built_with"]}
             group = next((group for group in groups if what.items() <= group.items()), None)
             if group is None:
                 group = {**what, "modules": []}
