@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import infvit
 from infvit.testing.conversion import Formula
 
+Options = dict[str, Any]
+
 
 class FusedFormula(Formula):
     """Takes the place of fused attention only: RT-DETR weighs its sampled points by a softmax that is no attention."""
@@ -86,7 +88,7 @@ def measure(small: Small) -> dict[str, Any]:
     """
     plain = small.make()
     model = infvit.convert(plain)
-    report = model.conversion_report
+    report: Any = model.conversion_report
     with small.formula():
         expected = outputs(plain, **small.call())
     whole = outputs(model, **small.call())
@@ -119,15 +121,15 @@ def measure(small: Small) -> dict[str, Any]:
     return row
 
 
-def _sizes(**more: Any) -> dict[str, Any]:
+def _sizes(**more: Any) -> Options:
     return {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, **more}
 
 
-def _image(**more: Any) -> dict[str, Any]:
+def _image(**more: Any) -> Options:
     return _sizes(image_size=32, patch_size=8, **more)
 
 
-def _text(**more: Any) -> dict[str, Any]:
+def _text(**more: Any) -> Options:
     return _sizes(vocab_size=50, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
 
 
@@ -136,8 +138,8 @@ def _bert() -> nn.Module:
 
 
 def _gpt2() -> nn.Module:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64}
-    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes: Options = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 50, "n_positions": 64}
+    tokens: Options = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
 
 
@@ -158,27 +160,37 @@ def _gemma() -> nn.Module:
 
 
 def _t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    sizes: Options = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     return hf.T5EncoderModel(hf.T5Config(vocab_size=50, dropout_rate=0.0, **sizes))
 
 
 def _resnet(config: type, stages: list[str]) -> Any:
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 16], "depths": [1, 1, 1, 1]}
+    sizes: Options = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 16], "depths": [1, 1, 1, 1]}
     return config(**sizes, layer_type="basic", out_features=stages)
 
 
 def _detr() -> nn.Module:
-    sizes = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 5, "num_labels": 3}
+    sizes: Options = {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+    }
+    heads: Options = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_queries": 5, "num_labels": 3}
     backbone = _resnet(hf.ResNetConfig, ["stage4"])
     return hf.DetrForObjectDetection(hf.DetrConfig(backbone_config=backbone, dropout=0.0, **sizes, **heads))
 
 
 def _rt_detr() -> nn.Module:
-    sizes = {"d_model": 32, "encoder_hidden_dim": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-    layers = {"encoder_layers": 1, "decoder_layers": 2, "hidden_expansion": 0.5, "num_queries": 8}
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_labels": 3, "num_denoising": 4}
-    maps = {"encoder_in_channels": [8, 8, 16], "decoder_in_channels": [32, 32, 32], "feat_strides": [8, 16, 32]}
+    sizes: Options = {"d_model": 32, "encoder_hidden_dim": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+    layers: Options = {"encoder_layers": 1, "decoder_layers": 2, "hidden_expansion": 0.5, "num_queries": 8}
+    heads: Options = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_labels": 3, "num_denoising": 4}
+    maps: Options = {
+        "encoder_in_channels": [8, 8, 16],
+        "decoder_in_channels": [32, 32, 32],
+        "feat_strides": [8, 16, 32],
+    }
     backbone = _resnet(hf.RTDetrResNetConfig, ["stage2", "stage3", "stage4"])
     return hf.RTDetrForObjectDetection(hf.RTDetrConfig(backbone_config=backbone, **sizes, **layers, **heads, **maps))
 

@@ -89,9 +89,9 @@ def attention(
     if key.shape[1] != query.shape[1]:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     call = {"scale": scaling, "bias": position_bias}
-    as_one = attention_mask is not None and attention_mask.ndim == 2 and attention_mask.dtype == torch.bool
-    if causal or as_one:
-        call |= _causal_masks(attention_mask, query.shape[-2]) if as_one else _masks(attention_mask, query, key)
+    plain = attention_mask is not None and attention_mask.ndim == 2 and attention_mask.dtype == torch.bool
+    if causal or plain:
+        call |= _masks(attention_mask, query, key)
         out, weights = _causal(module, core, query, key, value, call, infsa_cache, need)
     else:
         call |= _masks(attention_mask, query, key, cross=getattr(module, "cross", False))
@@ -112,7 +112,7 @@ def _causal(
 ) -> tuple[Tensor, Tensor | None]:
     """Mixes the last M of N tokens of a causal sequence."""
     new, tokens = q.shape[-2], k.shape[-2]
-    layer = None if cache is None else cached_layer(cache, module.layer_idx)
+    layer = None if cache is None else cached_layer(cache, getattr(module, "layer_idx", None))
     if isinstance(core, PureInfSA):
         if layer is None and new != tokens:
             raise ConfigError("Pure InfSA needs the cache with which its earlier tokens were computed: pass cache=....")
@@ -136,11 +136,6 @@ def _causal(
     return out, attention_weights(core, q, k, **call) if need else None
 
 
-def _causal_masks(real: Tensor, queries: int) -> dict[str, Tensor | None]:
-    """Reads the mask of a plain causal pattern, which is that of its real tokens, (B, N)."""
-    return {"mask": None, "keys": real, "queries": real[:, real.shape[-1] - queries :]}
-
-
 def _masks(mask: Tensor | None, q: Tensor, k: Tensor, cross: bool = False) -> dict[str, Tensor | None]:
     """Reads a mask over pairs. A token that nobody sees, not even itself, is padding and counts in no norm."""
     if mask is None:
@@ -148,6 +143,8 @@ def _masks(mask: Tensor | None, q: Tensor, k: Tensor, cross: bool = False) -> di
     batch, new, tokens = q.shape[0], q.shape[-2], k.shape[-2]
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ConfigError(f"an attention mask must be boolean or floating-point, not {mask.dtype}.")
+    if mask.ndim == 2 and mask.dtype == torch.bool:  # the real tokens of a plain causal pattern
+        mask = mask[:, None, None]
     mask = mask[(None,) * (4 - mask.ndim)]
     seen = mask if mask.dtype == torch.bool else mask > EXCLUDED
     real = seen.any(-2).any(1).expand(batch, tokens)

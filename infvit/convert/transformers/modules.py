@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import nn
@@ -163,7 +163,7 @@ def _refusal(module: nn.Module, quantised: list[Any]) -> str | None:
 
 
 def _is_t5_cross(module: nn.Module) -> bool:
-    return _path(library_class(module)).startswith("t5.") and module.is_decoder and not module.is_causal
+    return _path(library_class(module)).startswith("t5.") and not (module.is_causal or not module.is_decoder)
 
 
 def settle(model: nn.Module) -> None:
@@ -179,8 +179,8 @@ def settle(model: nn.Module) -> None:
             default = "sdpa" if owner is None else owner.get_correct_attn_implementation(None)
             config._attn_implementation_internal = config.__dict__.pop("attention_before_infvit", default)
     for module in dispatching:
-        if not isinstance(module, Dispatching) and module.config._attn_implementation == NAME:
-            module.infsa_kept = True
+        if not isinstance(module, Dispatching) and _config(module)._attn_implementation == NAME:
+            module.__dict__["infsa_kept"] = True
         elif hasattr(module, "infsa_kept"):
             del module.infsa_kept
     _record(model)
@@ -189,7 +189,7 @@ def settle(model: nn.Module) -> None:
 def _record(model: nn.Module) -> None:
     """Writes into the configurations what makes a saved model come back converted, or fail; see `saved`."""
     for owner in _outermost(model):
-        config, groups = owner.config, []
+        config, groups = owner.config, list[dict[str, Any]]()
         for name, module in owner.named_modules():
             core = getattr(module, "infsa", None)
             if core is None:
@@ -224,8 +224,12 @@ def _configs(model: nn.Module) -> list[tuple[PreTrainedConfig, PreTrainedModel |
         if isinstance(module, PreTrainedModel):
             found.setdefault(id(module.config), (module.config, module))
         elif _dispatches(module):
-            found.setdefault(id(module.config), (module.config, None))
+            found.setdefault(id(module.config), (_config(module), None))
     return list(found.values())
+
+
+def _config(module: nn.Module) -> PreTrainedConfig:
+    return cast(PreTrainedConfig, module.config)
 
 
 def _is_quantised(config: PreTrainedConfig) -> bool:

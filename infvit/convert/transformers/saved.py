@@ -24,7 +24,7 @@ class SavedConversions(QuantizationConfigMixin):
     """What was converted to what: `conversions` as `modules._record` writes them."""
 
     def __init__(self, conversions: list[dict[str, Any]], quant_method: str = NAME, **_: Any) -> None:
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # type: ignore[assignment]
         self.conversions = conversions
 
 
@@ -48,6 +48,7 @@ class Restorer(HfQuantizer):
 
         prefix = f"{model.base_model_prefix}."
         del model.config.quantization_config  # a configuration that is quantised is refused; `settle` writes it again
+        assert isinstance(self.quantization_config, SavedConversions)
         for group in deepcopy(self.quantization_config.conversions):
             names = {re.escape(name) for full in group["modules"] for name in (full, full.removeprefix(prefix))}
             names_here = re.compile(rf"(^|\.)({'|'.join(sorted(names))})$")  # with or without a head
