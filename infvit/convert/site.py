@@ -65,6 +65,12 @@ def build_core(
     return core
 
 
+def converted_core(module: nn.Module) -> Mechanism | None:
+    """Returns the mechanism that a conversion put into a module; None where it put none."""
+    core = module._modules.get("infsa")
+    return core if isinstance(core, Mechanism) else None
+
+
 @dataclass(frozen=True)
 class Site:
     """One module of attention that a library knows.
