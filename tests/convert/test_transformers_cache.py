@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 import infvit
 from infvit.errors import ConfigError
-from infvit.testing.transformers_models import outputs
+from infvit.testing.converted_transformers import outputs
 
 LLAMA, MISTRAL = NAMES["Llama, grouped keys"], NAMES["Mistral"]
 

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import infvit
 from infvit.convert.transformers.attention import NAME
 from infvit.errors import ConfigError
-from infvit.testing.transformers_models import Small, outputs
+from infvit.testing.converted_transformers import Small, outputs
 
 SOME = [NAMES[name] for name in ("DETR", "BERT", "Mistral")]
 
@@ -26,7 +26,7 @@ def trained(small: Small, **arguments):
     return model
 
 
-@each([NAMES[name] for name in ("ViT", "SigLIP vision", "RT-DETR", "T5 encoder", "GPT-2", "Gemma")])
+@each([NAMES[name] for name in ("ViT", "SigLIP vision, pooled", "RT-DETR", "T5 encoder", "GPT-2", "Gemma")])
 def test_save_and_load_gives_the_converted_model(small, tmp_path):
     model = trained(small, gamma=0.4, activation="gelu")
     model.save_pretrained(tmp_path)
@@ -134,7 +134,7 @@ def test_pickle_of_a_process_that_converted_nothing():
     assert_close(outputs(pickle.loads(data), **NAMES["DeiT"].call()), outputs(model, **NAMES["DeiT"].call()))
 
 
-@each([NAMES[name] for name in ("DINOv2", "SigLIP vision", "RT-DETR", "BERT", "T5 encoder", "Mistral")])
+@each([NAMES[name] for name in ("DINOv2", "SigLIP vision, pooled", "RT-DETR", "BERT", "T5 encoder", "Mistral")])
 def test_revert_gives_the_model_back(small):
     model = infvit.convert(plain(small))
     keys = set(model.state_dict()) - set(plain(small).state_dict())

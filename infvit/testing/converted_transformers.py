@@ -8,8 +8,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-import infvit
 from infvit.testing.conversion import Formula
+from infvit.testing.converted import Subject
 
 Options = dict[str, Any]
 
@@ -58,16 +58,66 @@ class Small:
             return {"pixel_values": torch.randn(2, 3, side, side, generator=generator, dtype=torch.float64)}
         return {"input_ids": torch.randint(3, 50, (2, 7), generator=generator)}
 
+    @property
+    def linear(self) -> bool:
+        """Whether Linear InfSA can stand in: not for a position bias, and not under a sliding window."""
+        return self.name not in ("T5 encoder", "Mistral")
+
+    @property
+    def pooling(self) -> bool:
+        """Whether it pools by nn.MultiheadAttention, which calls softmax itself."""
+        return self.name.endswith("pooled")
+
     def formula(self, mechanism: str = "infsa_pure") -> Formula:
         """Returns the formula that takes the place of the model's softmax."""
-        pooling = self.name == "SigLIP vision"  # by nn.MultiheadAttention, which computes weights by itself
-        return Formula(mechanism, head_dim=8) if pooling else FusedFormula(mechanism)
+        return Formula(mechanism, head_dim=8) if self.pooling else FusedFormula(mechanism)
+
+    def subject(self) -> Subject:
+        """Returns it as one of the table of converted models."""
+        text = self.inputs != "images"
+        return Subject(
+            library="transformers",
+            name=self.name,
+            build=self._reached,
+            call=lambda model: outputs(model, **self.call(), **self._uncached()),
+            linear=self.linear,
+            causal=self._earlier if self.inputs == "causal" else None,
+            padding=self._padded if text else None,
+            formula=FusedFormula,
+        )
+
+    def _uncached(self) -> dict[str, bool]:
+        return {"use_cache": False} if self.inputs == "causal" else {}
+
+    def _reached(self) -> nn.Module:
+        """Builds the model; parameters that its outputs do not depend on, as those of an unused pooler, are frozen."""
+        model = self.make()
+        outputs(model, **self.call()).sum().backward()
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.grad is not None)
+            parameter.grad = None
+        return model
+
+    def _earlier(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        tokens = self.call()["input_ids"]
+        later = torch.cat([tokens[:, :4], (tokens[:, 4:] + 5) % 45 + 3], 1)
+        return outputs(model, input_ids=tokens)[:, :4], outputs(model, input_ids=later)[:, :4]
+
+    def _padded(self, model: nn.Module) -> tuple[Tensor, Tensor]:
+        tokens, pairs = self.call()["input_ids"], []
+        for side in (slice(0, 3), slice(4, 7)):
+            real = torch.ones_like(tokens)
+            real[:, side] = 0
+            places = {} if self.name.startswith("T5") else {"position_ids": positions(real)}
+            padded = outputs(model, input_ids=tokens, attention_mask=real, **places)[real.bool()]
+            pairs.append((outputs(model, input_ids=tokens[real.bool()].view(2, -1)).flatten(0, 1), padded))
+        return torch.cat([pair[0] for pair in pairs]), torch.cat([pair[1] for pair in pairs])
 
 
 def outputs(model: nn.Module, **call: Any) -> Tensor:
     """Returns the hidden states or logits of each token, or the boxes of each query."""
     result = model(**call)
-    if type(model).__name__ == "SiglipVisionModel":
+    if type(model).__name__ == "SiglipVisionModel" and result.pooler_output is not None:
         return torch.cat([result.last_hidden_state, result.pooler_output[:, None]], 1)
     return result.pred_boxes if "pred_boxes" in result else result[0]
 
@@ -77,48 +127,12 @@ def positions(real: Tensor) -> Tensor:
     return (real.cumsum(-1) - 1).clamp(min=0)
 
 
-@torch.no_grad()
-def measure(small: Small) -> dict[str, Any]:
-    """Returns what the table of conversions says of one model.
+class _FrozenBatchNorm(nn.BatchNorm2d):
+    """Always as in evaluation, so that training mode gives the same."""
 
-    Returns:
-        library, model; converted and refused modules; error: largest difference from the formula in float64; leak:
-        largest change of an earlier logit by a later token; padding: largest change of a real token by padding on
-        either side; breaks: graph breaks of torch.compile. None where there is no such thing.
-    """
-    plain = small.make()
-    model = infvit.convert(plain)
-    report: Any = model.conversion_report
-    with small.formula():
-        expected = outputs(plain, **small.call())
-    whole = outputs(model, **small.call())
-    row: dict[str, Any] = {
-        "library": "transformers",
-        "model": small.name,
-        "converted": len(report.converted),
-        "refused": len(report.refused),
-        "error": float((whole - expected).abs().max()),
-        "leak": None,
-        "padding": None,
-    }
-    if small.inputs != "images":
-        tokens = small.call()["input_ids"]
-        changes = []
-        for side in (slice(0, 3), slice(4, 7)):
-            real = torch.ones_like(tokens)
-            real[:, side] = 0
-            places = {} if small.name.startswith("T5") else {"position_ids": positions(real)}
-            padded = outputs(model, input_ids=tokens, attention_mask=real, **places)[real.bool()]
-            alone = outputs(model, input_ids=tokens[real.bool()].view(2, -1))
-            changes.append(float((padded - alone.flatten(0, 1)).abs().max()))
-        row["padding"] = max(changes)
-        if small.inputs == "causal":
-            changed = torch.cat([tokens[:, :-1], (tokens[:, -1:] + 5) % 45 + 3], 1)
-            row["leak"] = float((outputs(model, input_ids=changed) - whole)[:, :-1].abs().max())
-    more = {"use_cache": False} if small.inputs == "causal" else {}
-    torch._dynamo.reset()
-    row["breaks"] = torch._dynamo.explain(model)(**small.call(), **more).graph_break_count
-    return row
+    def train(self, mode: bool = True) -> "_FrozenBatchNorm":
+        super().train(False)
+        return self
 
 
 def _sizes(**more: Any) -> Options:
@@ -131,6 +145,10 @@ def _image(**more: Any) -> Options:
 
 def _text(**more: Any) -> Options:
     return _sizes(vocab_size=50, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **more)
+
+
+def _siglip(pooled: bool) -> nn.Module:
+    return hf.SiglipVisionModel(hf.SiglipVisionConfig(**_image(vision_use_head=pooled)))
 
 
 def _bert() -> nn.Module:
@@ -192,7 +210,11 @@ def _rt_detr() -> nn.Module:
         "feat_strides": [8, 16, 32],
     }
     backbone = _resnet(hf.RTDetrResNetConfig, ["stage2", "stage3", "stage4"])
-    return hf.RTDetrForObjectDetection(hf.RTDetrConfig(backbone_config=backbone, **sizes, **layers, **heads, **maps))
+    model = hf.RTDetrForObjectDetection(hf.RTDetrConfig(backbone_config=backbone, **sizes, **layers, **heads, **maps))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.__class__ = _FrozenBatchNorm
+    return model
 
 
 MODELS = [
@@ -205,7 +227,7 @@ MODELS = [
         "images",
     ),
     Small("CLIP vision", lambda: hf.CLIPVisionModel(hf.CLIPVisionConfig(**_image())), "images"),
-    Small("SigLIP vision", lambda: hf.SiglipVisionModel(hf.SiglipVisionConfig(**_image())), "images", layers=3),
+    Small("SigLIP vision", lambda: _siglip(False), "images"),
     Small("DETR", _detr, "images", layers=6),
     Small("RT-DETR", _rt_detr, "images", layers=3, refused=2),
     Small("BERT", _bert, "text"),
@@ -218,3 +240,10 @@ MODELS = [
     Small("Qwen3, 4 x 16, grouped keys", lambda: _qwen3(2, 16), "causal"),
     Small("Gemma", _gemma, "causal"),
 ]
+POOLED = Small("SigLIP vision, pooled", lambda: _siglip(True), "images", layers=3)
+"""Not in the table: torch computes the weights of its pooling by a softmax, which shows no queries to Linear."""
+
+
+def subjects() -> list[Subject]:
+    """Returns the models for the table of converted models."""
+    return [small.subject() for small in MODELS]
