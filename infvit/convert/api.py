@@ -30,7 +30,11 @@ PER_TOKEN = re.compile(
     "|Detr(?!ansformer)|DETR|Segment|DepthEstimation|MaskedImageModeling|GPT|Llama|Mistral|Qwen|Gemma"
 )
 PER_TOKEN_PACKAGES = re.compile(r"torchvision\.models\.(detection|segmentation)")
-OPTIONAL = {"torchvision": "infvit.convert.torchvision", "timm": "infvit.convert.timm"}
+OPTIONAL = {
+    "torchvision": "infvit.convert.torchvision",
+    "timm": "infvit.convert.timm",
+    "transformers": "infvit.convert.transformers",
+}
 WRAPPERS = {"OptimizedModule", "DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "ScriptModule"}
 
 

@@ -81,6 +81,13 @@ class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
         weights = weights.mean(1) if average_attn_weights else weights
         return out, weights if batched else weights[0]
 
+    def _reset_parameters(self) -> None:
+        """Resets torch's own parameters; transformers calls this while it loads a model."""
+        core = self._modules.pop("infsa", None)
+        super()._reset_parameters()
+        if core is not None:
+            self._modules["infsa"] = core
+
     def _batch_first(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all three as (B, N, C); those that are one tensor stay one."""
         tensors = {id(x): x for x in (query, key, value)}

@@ -29,6 +29,7 @@ class Subject:
         head_dim: channels per head; only for libraries that call softmax themselves.
         excluded: logits at or below take no part, see `Formula`.
         linear: whether Linear InfSA converts it; otherwise it must refuse.
+        formula: what takes the place of its softmax.
         causal: runs a model and returns what earlier tokens give with two kinds of later ones; None: not causal.
         padding: runs a model and returns (output, output with padding) of the real tokens; None: takes no padding.
     """
@@ -40,6 +41,7 @@ class Subject:
     head_dim: int | None = None
     excluded: float = -1e4
     linear: bool = True
+    formula: type[Formula] = Formula
     causal: Callable[[nn.Module], tuple[Tensor, Tensor]] | None = None
     padding: Callable[[nn.Module], tuple[Tensor, Tensor]] | None = None
 
@@ -81,7 +83,7 @@ def examine(subject: Subject, mechanism: str, compiled: bool = True) -> Row:
     torch.manual_seed(0)
     plain = subject.build().double()
     converted = convert(deepcopy(plain), mechanism, inplace=True)
-    with Formula(mechanism, head_dim=subject.head_dim, excluded=subject.excluded) as formula:
+    with subject.formula(mechanism, head_dim=subject.head_dim, excluded=subject.excluded) as formula:
         expected = subject.call(plain)
     assert formula.calls, f"{subject.name}: no softmax was seen"
     outputs = [subject.call(converted.train())]
