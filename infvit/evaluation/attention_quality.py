@@ -93,7 +93,7 @@ def evaluate_attention_quality(config: EvalConfig, rebuilt: Rebuilt, processes: 
             raise ConfigError(f"{grid[0]} x {grid[1]} patches do not fill images of {rebuilt.img_size} px evenly.")
         chosen = choose(config, rebuilt)
         number = quality.localization_images
-        annotated = place_boxes(chosen, config, transform, grid, number) if number else []
+        annotated = place_boxes(chosen, transform, rebuilt.img_size, grid, number) if number else []
         perturbed = chosen.first(quality.perturbation_images) if quality.perturbation_images else []
         indices = sorted({*perturbed, *chosen.labels})
         if not indices:

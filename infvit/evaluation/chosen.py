@@ -5,20 +5,23 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path, PurePath
 
 import numpy as np
 
 from infvit.config import EvalConfig
-from infvit.data import Source, build_source
-from infvit.data.boxes import Annotation, find_annotation, geometry, image_size, inside, open_boxes
-from infvit.data.folders import scan, split_path
-from infvit.data.source import FileSource, Selection, natural_key, shown
+from infvit.data import Source
+from infvit.data.boxes import Annotation, Boxes, find_annotation, geometry, image_size, inside, open_boxes
+from infvit.data.source import Selection, shown
 from infvit.data.transforms import Transform
 from infvit.errors import DataError
+from infvit.evaluation.images import open_images, select
 from infvit.evaluation.rebuild import Rebuilt
 from infvit.evaluation.scoring import relative
 from infvit.metrics import patch_labels
+
+NO_ANNOTATION = "no annotation"
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ class Chosen:
         source: All images there are.
         order: Indices in the order in which they are drawn: shuffled by the seed, or as listed.
         listed: Whether a list names them.
+        files: Their annotations; None: those that the data set itself has, if any.
         boxes: By index, in pixels of what the model sees, float (n, 4).
         labels: By index, whether each patch is in a box, bool (N,); only of images on which some are and some are not.
         excluded: Images without labels, by reason.
@@ -40,6 +44,7 @@ class Chosen:
     source: Source
     order: list[int]
     listed: bool
+    files: Boxes | None = None
     boxes: dict[int, np.ndarray] = field(default_factory=dict)
     labels: dict[int, np.ndarray] = field(default_factory=dict)
     excluded: Counter[str] = field(default_factory=Counter)
@@ -53,43 +58,41 @@ class Chosen:
         """Returns how an image is called in results."""
         return relative(self.source.locate(index), root)
 
+    def annotation(self, index: int) -> Annotation | None:
+        """Returns the annotation of an image; None: it has none.
+
+        Raises:
+            DataError: It is damaged, or two have the image's name.
+        """
+        stem = PurePath(self.source.locate(index)).stem
+        return find_annotation(self.source, index, self.files, self._stems[stem] > 1)
+
+    @cached_property
+    def _stems(self) -> Counter[str]:
+        """How many images have a file stem; only asked for where there are files of annotations."""
+        places = range(len(self.source)) if self.files else ()
+        return Counter(PurePath(self.source.locate(index)).stem for index in places)
+
     def selection(self, indices: Sequence[int]) -> Selection:
-        """Returns some images as a source of their own; labels play no part."""
-        return Selection(self.source, indices, np.zeros(len(indices), dtype=np.int64), self.source.classes)
+        """Returns some images as a source of their own."""
+        return select(self.source, indices)
 
 
 def choose(config: EvalConfig, rebuilt: Rebuilt) -> Chosen:
     """Opens the held-out split and puts its images in the order of the seed, or those of `quality.image_list`.
 
     Raises:
-        DataError: There are none, or a listed one is not there.
+        DataError: There are none, a listed one is not there, or `quality.annotations` cannot be read.
     """
-    source = _open(rebuilt)
-    if not len(source):
-        raise DataError(f"the {rebuilt.data.val_split} split of {rebuilt.data.name} has no images.")
+    source = open_images(rebuilt)
     for line in source.warnings:
         log.warning("%s", line)
-    listed = config.quality.image_list
-    if listed is not None:
-        return Chosen(source, _listed(Path(listed).expanduser(), source, rebuilt.data.root), True)
-    order = np.random.default_rng(config.quality.seed).permutation(len(source))
-    return Chosen(source, order.tolist(), False)
-
-
-def _open(rebuilt: Rebuilt) -> Source:
-    """Opens the split; of a folder also images without a class, since labels play no part."""
-    data = rebuilt.data
-    if data.name not in ("folder", "imagenet") or data.classes is not None:
-        return build_source(data, "val", rebuilt.classes)
-    path = split_path(data, "val")
-    listing = scan(path)
-    files = sorted(
-        [file for files in (*listing.files.values(), listing.stray) for file in files],
-        key=lambda file: natural_key(str(file)),
-    )
-    if listing.files and listing.stray:
-        listing.stray = []  # they are looked at, unlike elsewhere: no warning
-    return FileSource(files, np.zeros(len(files)), ("",), data.in_chans, listing.warnings(str(path)) if files else ())
+    quality = config.quality
+    files = None if quality.annotations is None else open_boxes(quality.annotations)
+    if quality.image_list is not None:
+        return Chosen(source, _listed(Path(quality.image_list).expanduser(), source, rebuilt.data.root), True, files)
+    order = np.random.default_rng(quality.seed).permutation(len(source))
+    return Chosen(source, order.tolist(), False, files)
 
 
 def _listed(path: Path, source: Source, root: str | None) -> list[int]:
@@ -115,57 +118,14 @@ def _listed(path: Path, source: Source, root: str | None) -> list[int]:
     return list(dict.fromkeys(places[name][0] for name in names))
 
 
-def place_boxes(
-    chosen: Chosen, config: EvalConfig, transform: Transform, grid: tuple[int, int], number: int
-) -> list[int]:
-    """Finds the boxes of annotated images, carries them through the transform, and labels the patches.
+def seen_boxes(chosen: Chosen, index: int, transform: Transform) -> np.ndarray | str:
+    """Returns the boxes of an image in pixels of what the model sees, float (n, 4) with n >= 1, or why it has none.
 
-    Fills `boxes`, `labels`, `excluded` and `dropped`.
-
-    Args:
-        chosen: The images; they are taken in their order until `number` of them are annotated.
-        config: `quality.annotations`.
-        transform: Of the evaluation; the boxes go where it takes the pixels.
-        grid: Rows and columns of the patches.
-        number: Of annotated images.
-
-    Returns:
-        The annotated images.
-
-    Raises:
-        DataError: An annotation is damaged or ambiguous.
+    Counts in `dropped` what was no box.
     """
-    path = config.quality.annotations
-    files = open_boxes(path) if path is not None else None
-    stems = Counter(PurePath(chosen.source.locate(i)).stem for i in range(len(chosen.source))) if files else Counter()
-    annotated: list[int] = []
-    for index in chosen.order:
-        if len(annotated) == number and not chosen.listed:
-            break
-        namesakes = stems[PurePath(chosen.source.locate(index)).stem] > 1
-        annotation = find_annotation(chosen.source, index, files, namesakes)
-        reason = _place(chosen, index, annotation, transform, grid)
-        if reason != "no annotation":
-            annotated.append(index)
-        if reason:
-            chosen.excluded[reason] += 1
-    if path is not None and not annotated:
-        raise DataError(
-            f"quality.annotations={path} has none of the {len(chosen.order)} images (the first: "
-            f"{chosen.source.locate(chosen.order[0])}); the files must be called like the images."
-        )
-    for what, count in chosen.dropped.items():
-        if count:
-            log.warning("Left out %d boxes: %s.", count, what)
-    return annotated
-
-
-def _place(
-    chosen: Chosen, index: int, annotation: Annotation | None, transform: Transform, grid: tuple[int, int]
-) -> str | None:
-    """Places the boxes of one image; returns why it cannot be scored, or None."""
+    annotation = chosen.annotation(index)
     if annotation is None:
-        return "no annotation"
+        return NO_ANNOTATION
     size = image_size(chosen.source, index)
     if annotation.size not in (None, size):
         return "size differs from the annotation"
@@ -174,15 +134,50 @@ def _place(
     boxes = inside(annotation.boxes, size, chosen.dropped)
     if not len(boxes):
         return "no proper box inside the image"
-    moved = geometry(transform, size)
-    boxes = moved.apply(boxes)
-    if not len(boxes):
-        return "no box left after the crop"
-    chosen.boxes[index] = boxes
-    labels = patch_labels(boxes, (moved.size[1], moved.size[0]), grid)
-    if not labels.any():
-        return "no patch centre in a box"
-    if labels.all():
-        return "every patch in a box"
-    chosen.labels[index] = labels
-    return None
+    boxes = geometry(transform, size).apply(boxes)
+    return boxes if len(boxes) else "no box left after the crop"
+
+
+def place_boxes(chosen: Chosen, transform: Transform, side: int, grid: tuple[int, int], number: int) -> list[int]:
+    """Finds the boxes of annotated images, carries them through the transform, and labels the patches.
+
+    Fills `boxes`, `labels`, `excluded` and `dropped`.
+
+    Args:
+        chosen: The images; they are taken in their order until `number` of them are annotated.
+        transform: Of the evaluation; the boxes go where it takes the pixels.
+        side: Of what the model sees, in pixels.
+        grid: Rows and columns of the patches.
+        number: Of annotated images.
+
+    Returns:
+        The annotated images.
+
+    Raises:
+        DataError: An annotation is damaged or ambiguous, or none of them is of an image.
+    """
+    annotated: list[int] = []
+    for index in chosen.order:
+        if len(annotated) == number and not chosen.listed:
+            break
+        boxes = seen_boxes(chosen, index, transform)
+        if boxes is not NO_ANNOTATION:
+            annotated.append(index)
+        if isinstance(boxes, str):
+            chosen.excluded[boxes] += 1
+            continue
+        chosen.boxes[index] = boxes
+        labels = patch_labels(boxes, (side, side), grid)
+        if labels.any() and not labels.all():
+            chosen.labels[index] = labels
+        else:
+            chosen.excluded["every patch in a box" if labels.any() else "no patch centre in a box"] += 1
+    if chosen.files is not None and not annotated:
+        raise DataError(
+            f"quality.annotations has none of the {len(chosen.order)} images (the first: "
+            f"{chosen.source.locate(chosen.order[0])}); the files must be called like the images."
+        )
+    for what, count in chosen.dropped.items():
+        if count:
+            log.warning("Left out %d boxes: %s.", count, what)
+    return annotated

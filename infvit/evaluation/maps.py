@@ -8,13 +8,13 @@ import torch
 
 from infvit.config import EvalConfig, ModelConfig
 from infvit.data import eval_transform
-from infvit.data.boxes import find_annotation, geometry, image_size, inside, open_boxes
 from infvit.engine.device import autocast, select_device, select_precision
 from infvit.engine.processes import ALONE, Processes
 from infvit.errors import DataError
 from infvit.evaluation.baseline import open_model
-from infvit.evaluation.chosen import Chosen, choose
+from infvit.evaluation.chosen import Chosen, choose, seen_boxes
 from infvit.evaluation.files import result_path
+from infvit.evaluation.images import pixels
 from infvit.evaluation.quality_figures import MapView, draw_maps
 from infvit.evaluation.rebuild import Rebuilt
 from infvit.evaluation.relevance import about, relevance
@@ -71,15 +71,9 @@ def _views(
     maps, what = relevance(calls, config).cpu(), about(calls, config)
     if not maps.isfinite().all():
         raise DataError(f"{rebuilt.path}: the map of {what['layer']} is not finite; there is nothing to show.")
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (rebuilt.data.mean, rebuilt.data.std))
-    pixels = (images * std + mean).clamp(0, 1).permute(0, 2, 3, 1).numpy()
-    files = None if config.quality.annotations is None else open_boxes(config.quality.annotations)
     title = f"{what['mechanism']}, {what['map']}"
     views = []
-    for index, image, relevance_of in zip(indices, pixels, maps.numpy(), strict=True):
-        annotation, size = find_annotation(chosen.source, index, files), image_size(chosen.source, index)
-        boxes = np.empty((0, 4))
-        if annotation is not None and annotation.size in (None, size):
-            boxes = geometry(transform, size).apply(inside(annotation.boxes, size, chosen.dropped))
-        views.append(MapView(title, image, relevance_of, boxes))
+    for index, image, relevance_of in zip(indices, pixels(images, rebuilt).numpy(), maps.numpy(), strict=True):
+        boxes = seen_boxes(chosen, index, transform)
+        views.append(MapView(title, image, relevance_of, np.empty((0, 4)) if isinstance(boxes, str) else boxes))
     return views, what

@@ -10,9 +10,10 @@ from infvit.attention.pure import katz_centrality
 from infvit.config import EvalConfig
 from infvit.engine.processes import ALONE, Processes
 from infvit.evaluation.files import result_path
+from infvit.evaluation.images import pixels
 from infvit.evaluation.matrices import image_matrices
 from infvit.evaluation.rebuild import Rebuilt
-from infvit.evaluation.samples import examine, pixels
+from infvit.evaluation.samples import examine
 from infvit.evaluation.spectral_figures import Graph, draw_example, draw_graphs
 from infvit.evaluation.tables import to_markdown, write_csv
 from infvit.metrics.alignment import spearman

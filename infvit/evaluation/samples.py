@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from infvit.config import EvalConfig
-from infvit.data import DATASETS, Source, build_eval_loader, build_source, eval_transform
-from infvit.data.source import Selection
+from infvit.data import build_eval_loader, eval_transform
 from infvit.engine.device import autocast, select_device, select_precision
 from infvit.engine.processes import Processes
 from infvit.errors import DataError
+from infvit.evaluation.images import open_images, select
 from infvit.evaluation.rebuild import Rebuilt
 from infvit.evaluation.scoring import crop, settings
 
@@ -58,7 +58,10 @@ def examine(
     rows: list[tuple[int, Any]] = []
     damaged: list[str] = []
     with processes.together():
-        source = _spread(_open(rebuilt), config.num_images or number)
+        whole = open_images(rebuilt)
+        number = min(config.num_images or number, len(whole))
+        # At equal distances: a split is sorted by class, and its first images are alike.
+        source = select(whole, [at * len(whole) // number for at in range(number)])
     processes.require_same(len(source), f"images at data.root={rebuilt.data.root}")
     with processes.together():
         loader = build_eval_loader(
@@ -85,29 +88,3 @@ def examine(
         **settings(config, rebuilt),
     }
     return Samples([value for _, value in rows], about)
-
-
-def _open(rebuilt: Rebuilt) -> Source:
-    """Opens the split under its own labels: a model of other classes can be looked into as well."""
-    data = rebuilt.data
-    if data.classes is not None or data.name not in DATASETS:
-        return build_source(data, "val", rebuilt.classes)
-    return DATASETS[data.name](data, "val", None)
-
-
-def _spread(source: Source, number: int) -> Selection:
-    """Returns a number of images at equal distances: a split is sorted by class, and its first images are alike."""
-    total = len(source)
-    if not total:
-        raise DataError("the held-out split has no images.")
-    number = min(number, total)
-    indices = [at * total // number for at in range(number)]
-    return Selection(source, indices, [source.target(index) for index in indices], source.classes)
-
-
-def pixels(images: Tensor, rebuilt: Rebuilt) -> Tensor:
-    """Returns images (B, C, H, W) as they were before normalisation, (B, H, W, C) in [0, 1], on the CPU."""
-    mean, std = (
-        torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (rebuilt.data.mean, rebuilt.data.std)
-    )
-    return (images.float().cpu() * std + mean).clamp(0, 1).permute(0, 2, 3, 1)

@@ -1,11 +1,15 @@
-"""A table as Markdown, CSV, LaTeX and a figure."""
+"""A table as Markdown, CSV, LaTeX, HTML and a figure."""
 
 import csv
+import html
 import io
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -64,6 +68,16 @@ def _latex(*cells: str) -> str:
     return " & ".join(escaped) + " \\\\"
 
 
+def to_html(table: Table) -> str:
+    """Returns the table as part of a page, with a heading and what it is made of."""
+    rows = [("", *table.columns), *((row.label, *(c.show(row.digits) for c in row.cells)) for row in table.rows)]
+    cells = [[html.escape(cell.strip()) for cell in row] for row in (*rows, ("runs", *table.progress))]
+    lines = [f"<tr><th>{'</th><th>'.join(cells[0])}</th></tr>"]
+    lines += [f"<tr><th>{label}</th><td>{'</td><td>'.join(values)}</td></tr>" for label, *values in cells[1:]]
+    note = html.escape(f"{table.explained or EXPLAINED} {table.note}")
+    return "\n".join([f"<h2>{html.escape(table.title)}</h2>", "<table>", *lines, "</table>", f"<p>{note}</p>"])
+
+
 def draw_ablation(table: Table, path: Path) -> None:
     """Draws top-1 over the settings with its standard deviation, and the published figures on an axis of their own."""
     rows = {row.metric: row for row in table.rows}
@@ -117,6 +131,45 @@ def draw_quality(table: Table, path: Path) -> None:
     axes.plot([], [], ":", color="black", label="chance")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    _save(figure, path)
+
+
+CURVES = (
+    ("morf", "removed", "MoRF: most relevant first", "patches removed (%)", "score / intact score"),
+    ("lerf", "removed", "LeRF: least relevant first", "patches removed (%)", "score / intact score"),
+    ("roc", "rate", "patches in boxes: ROC", "false-positive rate", "true-positive rate"),
+    ("pr", "rate", "patches in boxes: precision and recall", "recall", "precision"),
+)
+"""Curve, its x, and what stands on its panel."""
+
+
+def draw_curves(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draws MoRF, LeRF, ROC and PR of several models, each panel with a line per model: Figs. 7 and 8 of the paper.
+
+    Args:
+        results: by label of the model what `eval=attention_quality` found for each seed. A line is the mean over the
+            seeds, its band their standard deviation. The dashed line is a random order of the same images.
+        path: of the PNG.
+    """
+    figure = Figure(figsize=(15, 3.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, (name, along, title, x_label, y_label) in zip(figure.subplots(1, 4), CURVES, strict=True):
+        for number, (label, runs) in enumerate(results.items()):
+            known = [run["curves"] for run in runs if name in run.get("curves", {})]
+            if not known:
+                continue
+            color, x = f"C{number}", known[0][along]
+            lines = np.array([curves[name] for curves in known])
+            axes.plot(x, lines.mean(0), color=color, label=label)
+            if len(lines) > 1:
+                spread = lines.std(0, ddof=1)
+                axes.fill_between(x, lines.mean(0) - spread, lines.mean(0) + spread, color=color, alpha=0.15)
+            if along == "removed":
+                axes.plot(x, np.mean([curves["random"] for curves in known], 0), "--", color=color, linewidth=0.8)
+        axes.set(title=title, xlabel=x_label, ylabel=y_label, ylim=(0, 1.02))
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=7)
     _save(figure, path)
 
 

@@ -1,4 +1,4 @@
-"""One page of all runs: curves, a table that sorts, figures. A file by itself, without a server or a network."""
+"""One page of all runs: curves, tables, figures. A file by itself, without a server or a network."""
 
 import base64
 import html
@@ -9,6 +9,8 @@ from pathlib import Path
 from string import Template
 
 from infvit.engine.record import replace_text
+from infvit.reports.formats import to_html
+from infvit.reports.quality import compared, quality_table
 from infvit.reports.runs import QUALITY, RunView
 from infvit.reports.svg import COLORS, Series, line_chart
 
@@ -51,6 +53,7 @@ def render(runs: Sequence[RunView], every: float | None = None) -> str:
         ]
         if any(line.points for line in series):
             charts.append(line_chart(title, series))
+    measured = [run for run in runs if run.quality]
     return TEMPLATE.substitute(
         refresh=f'<meta http-equiv="refresh" content="{every:g}">' if every else "",
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -58,6 +61,7 @@ def render(runs: Sequence[RunView], every: float | None = None) -> str:
         charts="\n".join(charts),
         head="".join(f"<th><button>{html.escape(column)}</button></th>" for column in COLUMNS),
         body="\n".join(_row(i, run, color) for i, (run, color) in enumerate(zip(runs, colors, strict=True))),
+        quality=to_html(quality_table(compared(measured))) if measured else "",
         figures="\n".join(_figures(i, run) for i, run in enumerate(runs)),
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from infvit.engine.record import replace_text
 from infvit.errors import UserError
 from infvit.reports.ablation import Setting, settings_of
-from infvit.reports.formats import draw_quality, to_csv, to_latex, to_markdown
+from infvit.reports.formats import draw_curves, draw_quality, to_csv, to_latex, to_markdown
 from infvit.reports.published import QUALITY as PUBLISHED
 from infvit.reports.published import SOURCE
 from infvit.reports.runs import QUALITY, QUALITY_FILES, RunView, read_run
@@ -25,9 +25,9 @@ RELATIVES = {
 """The published model that stands beside one of ours."""
 
 
-def quality_table(settings: Sequence[Setting], title: str) -> Table:
+def quality_table(settings: Sequence[Setting]) -> Table:
     """Builds the table: a column for each model, seeds taken together."""
-    rows = []
+    rows = [Row("top1", "top-1 (%)", 2, tuple(Cell.of(setting.scores("top1")) for setting in settings))]
     for metric, label, chance, chance_label in ROWS:
         rows.append(Row(metric, label, 1, tuple(Cell.of(_values(s, QUALITY[metric])) for s in settings)))
         published = tuple(Cell.of([p] if (p := _published(s, metric)) is not None else []) for s in settings)
@@ -43,10 +43,10 @@ def quality_table(settings: Sequence[Setting], title: str) -> Table:
     progress = tuple(f"{len(setting.runs)}" for setting in settings)
     explained = (
         "Mean ± standard deviation over the runs, each the mean over its images; higher is better. Published: "
-        f"{SOURCE}, Fig. 5 and text."
+        f"{SOURCE}, Fig. 5 and text. Top-1 is that of the last epoch."
     )
     labels = tuple(setting.label for setting in settings)
-    return Table(title, labels, tuple(rows), progress, _note(settings), (), explained, "quality.png")
+    return Table("Attention quality", labels, tuple(rows), progress, _note(settings), (), explained, "quality.png")
 
 
 def _values(setting: Setting, name: str) -> list[float]:
@@ -77,6 +77,13 @@ def _note(settings: Sequence[Setting]) -> str:
     return note + ("" if same else " The published figures are of 4-layer models on ImageNet-1K, so no comparison.")
 
 
+def compared(runs: Sequence[RunView]) -> list[Setting]:
+    """Returns runs that were evaluated as columns: those of a sweep by setting, others by their name."""
+    swept = [run for run in runs if run.overrides]
+    alone = [Setting(run.name, (), (run,)) for run in runs if not run.overrides]
+    return [*(settings_of(swept) if swept else []), *alone]
+
+
 def find_quality(roots: Sequence[Path]) -> list[RunView]:
     """Returns every folder at and below some others in which `eval=attention_quality` left a result.
 
@@ -93,7 +100,7 @@ def find_quality(roots: Sequence[Path]) -> list[RunView]:
 
 
 def write_quality(folders: Sequence[Path], target: Path) -> Path:
-    """Writes `quality.md`, `.csv`, `.tex` and `.png` of all models in and below some folders.
+    """Writes `quality.md`, `.csv`, `.tex`, `.png` and `quality_curves.png` of all models in and below some folders.
 
     Args:
         folders: of runs, of sweeps, or what `output` of eval.py was.
@@ -102,13 +109,12 @@ def write_quality(folders: Sequence[Path], target: Path) -> Path:
     Returns:
         The path of `quality.md`.
     """
-    runs = find_quality(folders)
-    swept = [run for run in runs if run.overrides]
-    alone = [Setting(run.name, (), (run,)) for run in runs if not run.overrides]
-    table = quality_table([*(settings_of(swept) if swept else []), *alone], "Attention quality")
+    settings = compared(find_quality(folders))
+    table = quality_table(settings)
     target.mkdir(parents=True, exist_ok=True)
     replace_text(target / "quality.csv", to_csv(table))
     replace_text(target / "quality.tex", to_latex(table))
     draw_quality(table, target / "quality.png")
-    replace_text(target / "quality.md", to_markdown(table))
+    draw_curves({s.label: [run.quality for run in s.runs] for s in settings}, target / "quality_curves.png")
+    replace_text(target / "quality.md", to_markdown(table) + "\n![curves](quality_curves.png)\n")
     return target / "quality.md"

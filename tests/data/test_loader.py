@@ -259,6 +259,17 @@ def test_evaluation_scores_each_image_once(length: int, world: int, batch_size: 
     assert all(len(batch.images) == len(batch.indices) <= batch_size for batch in batches)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_whole_batches_are_dealt_out_once_and_the_same_on_any_number_of_processes(world: int) -> None:
+    transform = eval_transform(1.0, "nearest", DIGITS, 8)
+    loaders = [
+        build_eval_loader(Few(7), transform, 2, 0, False, rank, world, whole_batches=True) for rank in range(world)
+    ]
+    shares = [[batch.indices.tolist() for batch in loader] for loader in loaders]
+    assert sorted(batch for share in shares for batch in share) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
 @pytest.mark.parametrize("name", ["digits", "digit_scenes", "folder"])
 def test_loading_can_be_sent_to_spawned_workers(damaged: DataConfig, name: str) -> None:
     """macOS and Windows start workers afresh and pickle what these need."""

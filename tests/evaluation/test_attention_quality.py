@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from sklearn.metrics import average_precision_score, roc_auc_score
@@ -222,6 +223,59 @@ def test_what_cannot_be_scored_is_counted_by_reason(folder: Path) -> None:
     assert result["prevalence"] == pytest.approx(100 * union.mean())
 
 
+def test_a_model_of_timm_on_a_folder_with_boxes(tmp_path: Path) -> None:
+    """Weights from a file, images wider than high with a crop: softmax's class-token row by hand, under boxes moved by
+    hand. COCO's JSON says the same as VOC's XML."""
+    arguments = {"depth": 2, "embed_dim": 24, "num_heads": 2}
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", img_size=64, **arguments).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    images, voc = tmp_path / "data" / "val", tmp_path / "voc"
+    images.mkdir(parents=True)
+    voc.mkdir()
+    boxes = {"a": (30, 10, 70, 41), "b": (5, 0, 40, 60)}
+    rng = np.random.default_rng(0)
+    coco: dict[str, Any] = {"images": [], "annotations": []}
+    for name, (x0, y0, x1, y1) in boxes.items():
+        Image.fromarray(rng.integers(0, 255, (80, 120, 3), dtype=np.uint8)).save(images / f"{name}.png")
+        corners = f"<xmin>{x0}</xmin><ymin>{y0}</ymin><xmax>{x1}</xmax><ymax>{y1}</ymax>"
+        (voc / f"{name}.xml").write_text(f"<annotation><object><bndbox>{corners}</bndbox></object></annotation>")
+        coco["images"].append({"id": name, "file_name": f"{name}.png", "width": 120, "height": 80})
+        coco["annotations"].append({"image_id": name, "bbox": [x0, y0, x1 - x0, y1 - y0]})
+    (tmp_path / "coco.json").write_text(json.dumps(coco))
+
+    def run(annotations: str) -> dict[str, Any]:
+        return evaluate(EvalConfig(
+            model=ModelConfig("vit_tiny_patch16_224", args=arguments), checkpoint=str(tmp_path / "weights.pth"),
+            data={"name": "folder", "root": str(tmp_path / "data"), "img_size": 64, "num_workers": 0}, crop_pct=0.8,
+            quality=QualityConfig(annotations=str(tmp_path / annotations)), eval="attention_quality", device="cpu",
+            precision="fp32", output=str(tmp_path / annotations.replace(".", "-")),
+        ))["attention_quality"]  # fmt: skip
+
+    result = run("voc")
+    seen: list[Tensor] = []
+    model.blocks[1].attn.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    roc = []
+    for name, box in boxes.items():
+        with Image.open(images / f"{name}.png") as image:  # the side of 80 becomes 64 / 0.8, so nothing is resized
+            pixels = torch.tensor(np.asarray(image)[8:72, 28:92]).permute(2, 0, 1) / 255
+        with torch.no_grad():
+            model((pixels[None] - 0.5) / 0.5)
+            q, k, _ = model.blocks[1].attn.qkv(seen.pop()).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+            row = (q @ k.mT / 12**0.5).softmax(-1)[0, :, 0, 1:].mean(0)
+        centres = 16 * np.arange(4) + 8
+        x0, y0, x1, y1 = np.array(box) - [28, 8, 28, 8]
+        inside = ((y0 <= centres) & (centres < y1))[:, None] & ((x0 <= centres) & (centres < x1))
+        roc.append(roc_auc_score(inside.ravel(), row))
+    assert result["roc_auc"] == pytest.approx(100 * np.mean(roc), abs=1e-4)
+    assert (result["mechanism"], result["map"], result["grid"]) == ("softmax", "class_token", "4x4")
+    assert (result["localization_images"], result["perturbation_images"]) == (2, 2)
+    again = run("coco.json")
+    assert {**again, "annotations": result["annotations"]} == result
+
+
 def test_without_boxes_only_the_perturbation_is_measured(folder: Path) -> None:
     result = evaluate_attention_quality(config(folder), small(data=data_of(folder)))
     assert result["roc_auc"] is None
@@ -324,6 +378,23 @@ def test_maps_of_two_models_are_drawn(tmp_path: Path, monkeypatch: pytest.Monkey
     assert pixels.shape[1] / pixels.shape[0] > 1.8  # five panels to two rows
     green = (pixels[..., 1] > 200) & (pixels[..., 0] < 120) & (pixels[..., 2] < 120)
     assert green.sum() > 500
+
+
+def test_boxes_of_maps_are_those_of_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two images of one name the annotated one has a box, where the transform takes it; the other has none."""
+    for label in ("cat", "dog"):
+        (tmp_path / "data" / "val" / label).mkdir(parents=True)
+        Image.new("RGB", (64, 32)).save(tmp_path / "data" / "val" / label / "1.png")
+    (tmp_path / "boxes" / "dog").mkdir(parents=True)
+    (tmp_path / "boxes" / "dog" / "1.xml").write_text(
+        "<a><bndbox><xmin>20</xmin><ymin>8</ymin><xmax>64</xmax><ymax>24</ymax></bndbox></a>"
+    )
+    drawn: list[Any] = []
+    monkeypatch.setattr("infvit.evaluation.maps.draw_maps", lambda views, names, path: drawn.extend(views))
+    asked = config(tmp_path, {"annotations": str(tmp_path / "boxes")})
+    result = evaluate_maps(asked, small(data=data_of(tmp_path)))
+    boxes = {name: line[0].boxes.tolist() for name, line in zip(result["images"], drawn, strict=True)}
+    assert boxes == {"val/cat/1.png": [], "val/dog/1.png": [[4, 8, 32, 24]]}
 
 
 def test_the_command(run: Path, tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def numbers(tree: Any) -> list[float]:
 
 
 def test_images_are_spread_over_the_split_and_labels_play_no_part(tmp_path: Path) -> None:
-    """A folder of class names that the model has never heard of, sorted by class."""
+    """A folder of class names that the model has never heard of, sorted by class, and an image of no class at all."""
     for label in ("ant", "bee", "cat"):
         folder = tmp_path / "data" / "validation" / label
         folder.mkdir(parents=True)
@@ -304,8 +304,9 @@ def test_images_are_spread_over_the_split_and_labels_play_no_part(tmp_path: Path
     data = replace(rebuilt.data, name="folder", root=str(tmp_path / "data"))
     result = evaluate_health(asked(tmp_path, num_images=6), replace(rebuilt, data=data))
     assert result["images"] == 6
+    Image.new("RGB", (20, 20)).save(tmp_path / "data" / "validation" / "stray.png")
     everything = evaluate_health(asked(tmp_path, num_images=99), replace(rebuilt, data=data))
-    assert everything["images"] == 12
+    assert everything["images"] == 13
 
 
 def test_a_damaged_image_is_an_error_or_counted(tmp_path: Path) -> None:

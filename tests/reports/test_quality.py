@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from PIL import Image
 
 from infvit import report
+from infvit.reports import formats
 from infvit.reports.ablation import ablation_table
 from infvit.reports.card import card_text
 from infvit.reports.page import render
@@ -28,7 +30,8 @@ def result(morf: float, **values: Any) -> dict[str, Any]:
     return {
         **names, **{f"{name}_sd": 5.5 for name in names}, "perturbation_images": 100, "localization_images": 90,
         "mechanism": "infsa_linear", "map": "weights", "layer": "blocks.3.attn", "data": "digit_scenes",
-        "weights": "raw", **values,
+        "weights": "raw",
+        "curves": {"removed": [0, 100], **{key: [1, morf / 100] for key in ("morf", "lerf", "random")}}, **values,
     }  # fmt: skip
 
 
@@ -69,6 +72,7 @@ def test_the_comparison(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         return rows[row][columns.index(column)]
 
     spread = statistics.stdev([0, 3])
+    assert (cell("top-1 (%)", "model=vit_mini"), cell("top-1 (%)", "timm-vit_tiny")) == ("60.00 ± 0.00", "-")
     assert cell("MoRF-AOC (%)", "model=vit_mini") == f"41.5 ± {spread:.1f}"
     assert cell("LeRF-AUC (%)", "model=infvit_linear_mini") == f"62.5 ± {spread:.1f}"
     assert cell("ROC-AUC (%)", "timm-vit_tiny") == "72.0"
@@ -87,7 +91,29 @@ def test_the_comparison(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert float(table["model=vit_mini", "morf"]["mean"]) == 41.5
     assert float(table["model=vit_mini", "morf_chance"]["mean"]) == 40.5
     assert r"41.5 $\pm$ 2.1" in (out / "quality.tex").read_text()
-    assert np.asarray(Image.open(out / "quality.png").convert("L")).std() > 20
+    for name in ("quality.png", "quality_curves.png"):
+        assert f"({name})" in text
+        assert np.asarray(Image.open(out / name).convert("L")).std() > 10
+
+
+def test_curves_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each model and its random order, the mean over seeds; what was not measured has no line."""
+    figures = []
+    monkeypatch.setattr(formats, "_save", lambda figure, path: figures.append(figure))
+    both = {"removed": [0, 50, 100], "random": [1, 0.5, 0], "rate": [0, 1]}
+    seeds = [
+        {"curves": {**both, "morf": [1, 0.2, 0], "lerf": [1, 0.9, 0], "roc": [0, 1], "pr": [1, 0.3]}},
+        {"curves": {**both, "morf": [1, 0.4, 0], "lerf": [1, 0.7, 0], "roc": [0.5, 1], "pr": [1, 0.1]}},
+    ]
+    other = {"curves": {"removed": [0, 50, 100], "random": [1, 0.4, 0], "morf": [1, 0.6, 0], "lerf": [1, 0.5, 0]}}
+    formats.draw_curves({"a": seeds, "b": [other], "c": [{}]}, tmp_path / "x.png")
+    panels = [[line.get_ydata().tolist() for line in axes.lines] for axes in figures[0].axes]
+    assert panels[0] == [pytest.approx(y) for y in ([1, 0.3, 0], [1, 0.5, 0], [1, 0.6, 0], [1, 0.4, 0])]
+    assert panels[1] == [pytest.approx(y) for y in ([1, 0.8, 0], [1, 0.5, 0], [1, 0.5, 0], [1, 0.4, 0])]
+    assert panels[2:] == [[pytest.approx([0.25, 1])], [pytest.approx([1, 0.2])]]
+    band = figures[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert np.abs(band - 0.3).min() == pytest.approx(0.1 * 2**0.5), "0.3 and one standard deviation to either side"
+    assert [len(axes.collections) for axes in figures[0].axes] == [1, 1, 1, 1]
 
 
 def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -131,3 +157,12 @@ def test_the_card_and_the_page(sweep: Path, tmp_path: Path, run_folder: Runs) ->
     for value in ("43.0", "44.0", "45.0", "46.0"):
         assert f">{value}</td>" in row
     assert page.count(">pending<") == 0
+    compared = page[page.index("<h2>Attention quality</h2>") : page.index("<h2>Figures</h2>")]
+    lines = [re.findall(r"<t[hd]>(.*?)</t[hd]>", line) for line in compared.splitlines() if line.startswith("<tr>")]
+    columns = lines[0]
+    assert sorted(columns) == ["", "model=infvit_linear_mini", "model=vit_mini"], "those that were measured"
+    at = columns.index("model=infvit_linear_mini")
+    assert (lines[2][0], lines[2][at]) == ("MoRF-AOC (%)", f"61.5 ± {statistics.stdev([0, 3]):.1f}")
+    assert (lines[3][0], lines[3][at]) == ("published", "76.0")
+    assert "so no comparison" in compared
+    assert "<h2>Attention quality</h2>" not in render([run for run in find_runs(sweep) if not run.quality])
