@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from timm.layers import Attention2d, AttentionPool2d, AttentionPoolPrr, BottleneckAttn, HaloAttn, RotAttentionPool2d
+from timm.layers import Attention2d, AttentionPool2d, AttentionPoolPrr, RotAttentionPool2d
+from timm.layers.bottleneck_attn import BottleneckAttn
+from timm.layers.halo_attn import HaloAttn
 from timm.models import list_models, list_modules
 from timm.models.vision_transformer_sam import Attention as SamAttention
 from torch import nn
@@ -71,7 +73,9 @@ SIZES = {
         ("csatv2", "mobilenetv4_hybrid_medium", "mobilenetv5_300m", "resnet50_clip", "sam2_hiera_tiny"), 128
     ),
     **dict.fromkeys(("fastvit_mci0", "iformer_t", "lowformer_b0", "shvit_s1", "mobilevit_xxs"), 128),
-    **{"deepseek_vit_412m": 224, "gemma4_vit_167m": 240, "qwen3_vit_88m": 224},
+    "deepseek_vit_412m": 224,
+    "gemma4_vit_167m": 240,
+    "qwen3_vit_88m": 224,
 }
 HUGE = {"mobilenetv5_300m"}
 """What saves time: fewer layers, smaller images than these models' own, and for the last the shapes only."""
@@ -85,7 +89,7 @@ PARTS = [
     (lambda: SamAttention(16, num_heads=2, use_rel_pos=True, input_size=(3, 4)), (2, 3, 4, 16)),
     (lambda: RotAttentionPool2d(16, 8, embed_dim=16, num_heads=2, ref_feat_size=3), (2, 16, 3, 3)),
 ]
-"""Classes that no model has, or a large one only, or whose heads are in the batch, of two images; and what they take."""
+"""Classes that no model has, or a large one only, or whose heads are in the batch; and two images for them."""
 VERIFIED = {AttentionPool2d}
 
 
