@@ -128,6 +128,9 @@ class LinearInfSA(InfSA):
     token_maps = ("weights",)
     ties_key = True
 
+    def macs(self, tokens: int) -> int:
+        return 3 * tokens * self.num_heads * self.head_dim  # pooled query, scores, weighted values
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         dropout = self.attn_drop.p if self.training else 0.0
         return self.decay() * linear_infsa(q, k, v, mask, activation=self.activation, dropout=dropout)

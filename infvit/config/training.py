@@ -27,6 +27,7 @@ class ModelConfig:
 
     name: str = key("infvit_linear_mini", "timm model name; `model=timm/NAME` reaches every model of timm's registry")
     attention: str | None = key(None, "attention mechanism that replaces the model's own (ours only), by registry name")
+    convert: str | None = key(None, "attention mechanism put into a model of timm's, by registry name; docs/convert.md")
     gamma: float | None = key(None, "path decay of InfSA in (0, 1); the start value when it is trainable (model: 0.7)")
     gamma_trainable: bool | None = key(None, "learn gamma through a sigmoid (model: true)")
     gamma_per_head: bool | None = key(None, "one gamma per head instead of one per layer (model: false)")
@@ -34,6 +35,10 @@ class ModelConfig:
     args: dict[str, Any] = key({}, "any further argument of the model's constructor, e.g. `model.args.depth=2`")
 
     def __post_init__(self) -> None:
+        require(
+            self.attention is None or self.convert is None,
+            "model.attention (our own models) and model.convert (models of timm's) are both set; keep one.",
+        )
         if self.gamma is not None:
             require(0 < self.gamma < 1, f"model.gamma={self.gamma} must lie strictly between 0 and 1.")
         for name in self.args:

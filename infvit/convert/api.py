@@ -15,7 +15,7 @@ from infvit.attention import AttentionLayer, LinearInfSA, Mechanism
 from infvit.convert import torch as torch_modules
 from infvit.convert.release import translate
 from infvit.convert.report import ConversionReport, Entry
-from infvit.convert.site import Library, Site, build_core, check_mechanism, library_class
+from infvit.convert.site import Library, Site, build_core, check_mechanism, converted_core, library_class
 from infvit.errors import ConfigError
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -130,7 +130,7 @@ def revert(model: Model) -> Model:
     """
     known = libraries()
     sites = [
-        site for library in known for site in library.find(model) if hasattr(site.module, "infsa") and not site.refusal
+        site for library in known for site in library.find(model) if converted_core(site.module) and not site.refusal
     ]
     if not sites:
         raise ConfigError(f"nothing in {type(model).__name__} is converted.")
@@ -197,8 +197,8 @@ def _looked_for(known: Iterable[Library]) -> str:
 
 
 def _same(module: nn.Module, cls: type[Mechanism], args: dict[str, Any]) -> bool:
-    core = getattr(module, "infsa", None)
-    return type(core) is cls and core.__dict__.get("built_with") == args
+    core = converted_core(module)
+    return core is not None and type(core) is cls and core.__dict__.get("built_with") == args
 
 
 def _core(cls: type[Mechanism], site: Site, args: dict[str, Any]) -> tuple[Mechanism | None, str]:

@@ -73,10 +73,16 @@ def build_core(
         if bias:
             nn.init.zeros_(core.extra.bias)
     core.__dict__["built_with"] = args
-    if not core.state_dict() and cls is not SoftmaxAttention:
+    if not core.state_dict() and not issubclass(cls, SoftmaxAttention):
         # A state dict must not load without a word into the model that was not converted.
         core.register_buffer("converted", torch.empty(0, **factory))
     return core
+
+
+def converted_core(module: nn.Module) -> Mechanism | None:
+    """Returns the mechanism that a conversion put into a module; None where it put none."""
+    core = module._modules.get("infsa")
+    return core if isinstance(core, Mechanism) else None
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The state of a model's attention heads during training, as columns of the metrics."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor, nn
 
 from infvit.attention import AttentionLayer
 from infvit.attention.infsa import InfSA
+from infvit.convert.site import converted_core
 from infvit.data import EvalBatch
 from infvit.data.loader import EvalDataset, collate_eval
 from infvit.engine.device import autocast
@@ -51,21 +53,31 @@ def layer_health(
     layers = [
         module for module in model.modules() if isinstance(module, AttentionLayer) and isinstance(module.core, InfSA)
     ]
+    cores = [core for core in map(converted_core, model.modules()) if isinstance(core, InfSA)]
     columns: dict[str, list[float]] = {"dead_heads": [], "dead_rows": [], "spectral_radius": []}
-    if not layers or not len(images):
+    if not (layers or cores) or not len(images):
         return {}
+
+    def note(matrices: Iterable[Tensor]) -> None:
+        found = [head_health(matrix) for matrix in matrices]
+        for name, field in zip(columns, ("dead", "dead_rows", "radius"), strict=True):
+            columns[name].append(float(torch.cat([getattr(health, field) for health in found]).double().mean()))
 
     def look(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         # Inside the forward pass, where the parameters of a sharded model are whole; one image at a time saves memory.
         assert isinstance(layer, AttentionLayer)
-        if args[0].shape[1] > TOKENS:
-            return
-        found = [head_health(layer.matrix(image[None])) for image in args[0]]
-        for name, field in zip(columns, ("dead", "dead_rows", "radius"), strict=True):
-            columns[name].append(float(torch.cat([getattr(health, field) for health in found]).double().mean()))
+        if args[0].shape[1] <= TOKENS:
+            note(layer.matrix(image[None]) for image in args[0])
+
+    def look_converted(core: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        assert isinstance(core, InfSA)
+        q, k, _, mask = args
+        if q.shape[-2] == k.shape[-2] <= TOKENS:
+            note([core.matrix(q, k, mask)])
 
     training = model.training
     handles = [layer.register_forward_hook(look) for layer in layers]
+    handles += [core.register_forward_hook(look_converted) for core in cores]
     try:
         model.eval()
         with autocast(device, precision):

@@ -27,7 +27,15 @@ from infvit.engine.folder import default_folder
 from infvit.engine.initial import initial_state
 from infvit.engine.processes import ALONE, Processes
 from infvit.errors import ConfigError, did_you_mean
-from infvit.models.build import build_model, check_forward, count_flops, count_parameters, model_arguments, patch_size
+from infvit.models.build import (
+    build_model,
+    check_forward,
+    convert_arguments,
+    count_flops,
+    count_parameters,
+    model_arguments,
+    patch_size,
+)
 from infvit.models.weights import match_weights
 from infvit.recipe import Schedule, build_optimizer, peak_lr
 from infvit.recipe.optimizer import inactive_keys
@@ -80,8 +88,9 @@ class Plan:
         pieces = f"{sampler.micro_batches} micro-batch{'es' if sampler.micro_batches > 1 else ''}"
         each = f" on each of {world_size} processes" if world_size > 1 else ""
         how = f", {world_size} processes, {c.engine.parallel}" if world_size > 1 else ""
+        arguments = {**model_arguments(c.model), **convert_arguments(c.model)}
         lines = [
-            f"model   {c.model.name}" + "".join(f", {k} {v}" for k, v in model_arguments(c.model).items()),
+            f"model   {c.model.name}" + "".join(f", {k} {v}" for k, v in arguments.items()),
             f"data    {c.data.name}: {len(self.data.train)} training and {len(self.data.val)} held-out images, "
             f"{self.num_classes} classes, {self.img_size} px",
             f"recipe  {c.recipe.name}: {c.epochs} epochs of {sampler.updates_per_epoch} updates, batch {c.batch_size} "

@@ -25,7 +25,7 @@ from infvit.engine.plan import Plan
 from infvit.engine.signals import StopRequest
 from infvit.engine.state import RunState
 from infvit.errors import ConfigError
-from infvit.models.build import build_model, model_arguments
+from infvit.models.build import build_model, convert_arguments, model_arguments
 from infvit.recipe import BatchMixup, Schedule, build_optimizer
 from infvit.version import __version__
 
@@ -123,6 +123,7 @@ def _header(plan: Plan) -> dict[str, Any]:
     return {
         "arch": config.model.name,
         "model_args": model_arguments(config.model),
+        "convert": convert_arguments(config.model),
         "num_classes": plan.num_classes,
         "classes": list(plan.data.classes),
         "in_chans": config.data.in_chans,

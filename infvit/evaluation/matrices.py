@@ -32,10 +32,12 @@ def image_matrices(call: AttentionCall) -> Iterator[Tensor]:
     batch = len(call.q)
     for at in range(batch):
         one = slice(at, at + 1)
-        bias = (
-            call.bias[one] if call.bias is not None and call.bias.ndim == 4 and len(call.bias) == batch else call.bias
+        bias, pairs = (
+            x[one] if x is not None and x.ndim == 4 and len(x) == batch else x
+            for x in (call.mask.bias, call.mask.pairs)
         )
-        matrix = replace(call, q=call.q[one], k=call.k[one], bias=bias).matrix()[0].cpu().double()
+        mask = replace(call.mask, bias=bias, pairs=pairs)
+        matrix = replace(call, q=call.q[one], k=call.k[one], mask=mask).matrix()[0].cpu().double()
         if not matrix.isfinite().all():
             raise DataError(f"the mixing matrix of {call.name} is not finite: NaN or infinity in weights or images.")
         yield matrix

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from infvit.attention import PureInfSA
 from infvit.config import ModelConfig
+from infvit.convert import convert
 from infvit.errors import ConfigError, did_you_mean
 
 ATTENTION_KEYS = ("attention", "gamma", "gamma_trainable", "gamma_per_head", "activation")
@@ -17,11 +18,20 @@ ATTENTION_KEYS = ("attention", "gamma", "gamma_trainable", "gamma_per_head", "ac
 
 def model_arguments(config: ModelConfig) -> dict[str, Any]:
     """Returns the constructor arguments that a model configuration asks for; keys left at null are not among them."""
-    named = {name: getattr(config, name) for name in ATTENTION_KEYS if getattr(config, name) is not None}
+    named = {} if config.convert else _attention_arguments(config)
     twice = sorted(named.keys() & config.args.keys())
     if twice:
         raise ConfigError(f"model.{twice[0]} and model.args.{twice[0]} are both set; keep one.")
     return {**named, **config.args}
+
+
+def convert_arguments(config: ModelConfig) -> dict[str, Any]:
+    """Returns the arguments of the conversion that a model configuration asks for; nothing where it asks for none."""
+    return {"mechanism": config.convert, **_attention_arguments(config)} if config.convert else {}
+
+
+def _attention_arguments(config: ModelConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in ATTENTION_KEYS if getattr(config, name) is not None}
 
 
 def build_model(
@@ -57,7 +67,8 @@ def build_model(
     inactive: dict[str, str] = {}
     while True:
         try:
-            return timm.create_model(config.name, **arguments, **optional), inactive
+            model = timm.create_model(config.name, **arguments, **optional)
+            break
         except TypeError as error:
             rejected = next((name for name in optional if f"'{name}'" in str(error)), None)
             if rejected is None:
@@ -69,6 +80,9 @@ def build_model(
                 raise
             hint = f" at data.img_size={img_size}" if img_size else ""
             raise ConfigError(f"model {config.name} cannot be built{hint}: {_one_line(error)}") from error
+    if config.convert:
+        convert(model, inplace=True, **convert_arguments(config))
+    return model, inactive
 
 
 def patch_size(config: ModelConfig) -> int | None:

@@ -1,9 +1,8 @@
 """What the attention layers of a model do to given images: queries, keys, mixing matrices, maps of relevance.
 
-Ours are asked for their projections. Of timm's layers nothing is computed anew: their fused kernel is intercepted, or
-the mechanism where they are converted, so that queries and keys are those that really enter the mixing, normalised,
-rotated, grouped and biased as that layer does it. Whatever cannot be read in this way is refused by name; there is
-never a map of nothing.
+Ours are asked for their projections. Of timm's layers nothing is computed anew: their fused kernel is intercepted, so
+that queries and keys are those that really enter the mixing, normalised, rotated, grouped and biased as that layer
+does it. Whatever cannot be read in this way is refused by name; there is never a map of nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from infvit.attention import AttentionLayer, Mask, Mechanism, SoftmaxAttention
-from infvit.convert.site import Converted
+from infvit.attention import NO_MASK, AttentionLayer, Mask, Mechanism, SoftmaxAttention
+from infvit.convert.site import converted_core
 from infvit.errors import ConfigError, DataError, did_you_mean
 
 TIMM_LAYERS = (Attention, AttentionRope, BeitAttention, EvaAttention, ParallelScalingBlock, RelPosAttention)
@@ -36,14 +35,14 @@ class AttentionCall:
     Attributes:
         name: Path of the layer in the model.
         layer: Our `AttentionLayer`, or a layer of timm's, converted or not.
-        mechanism: Its mechanism; softmax for timm's that are not converted.
+        mechanism: Its mechanism; softmax for timm's own.
         q: Queries as they enter the mixing, (B, H, N, D), not scaled by 1 / sqrt(D).
         k: Keys, likewise.
         tokens: What entered the layer, (B, N, C).
         prefix: How many of the N tokens come before the patches.
         grid: Rows and columns of the patches, which are the other tokens, row by row.
         class_token: Whether the first token is a class token.
-        bias: What the layer adds to its scores, broadcastable to (B, H, N, N); None: nothing.
+        mask: What the layer adds to its logits, and which pairs it leaves out.
     """
 
     name: str
@@ -55,7 +54,7 @@ class AttentionCall:
     prefix: int
     grid: tuple[int, int]
     class_token: bool
-    bias: Tensor | None = None
+    mask: Mask = NO_MASK
 
     @torch.no_grad()
     def matrix(self) -> Tensor:
@@ -64,7 +63,7 @@ class AttentionCall:
         Raises:
             ConfigError: the mechanism has none.
         """
-        return self.mechanism.matrix(self.q, self.k, Mask(bias=self.bias))
+        return self.mechanism.matrix(self.q, self.k, self.mask)
 
     def kind(self, asked: str | None = None) -> str:
         """Returns the kind of token map that is meant.
@@ -96,7 +95,7 @@ class AttentionCall:
         Raises:
             ConfigError: the mechanism has no such map.
         """
-        return self.mechanism.token_map(self.q, self.k, Mask(bias=self.bias), self.kind(kind))
+        return self.mechanism.token_map(self.q, self.k, self.mask, self.kind(kind))
 
     def patch_map(self, kind: str | None = None) -> Tensor:
         """Returns the relevance of every patch, (B, H, rows, columns): the token map without the prefix tokens."""
@@ -198,7 +197,9 @@ class _Recorder(TorchFunctionMode):
         self.prefix, self.grid = patch_layout(model, (images.shape[-2], images.shape[-1]))
         self.class_token = getattr(model, "cls_token", None) is not None
         known = (AttentionLayer, *TIMM_LAYERS)
-        self.names: dict[nn.Module, str] = {m: name for name, m in model.named_modules() if isinstance(m, known)}
+        self.names: dict[nn.Module, str] = {
+            m: name for name, m in model.named_modules() if isinstance(m, known) or converted_core(m) is not None
+        }
         self.others = _attention_like(model)
         if not self.names:
             readable = ", ".join(_full_name(layer) for layer in TIMM_LAYERS)
@@ -208,7 +209,7 @@ class _Recorder(TorchFunctionMode):
             )
         self.calls: list[AttentionCall] = []
         self.inside: nn.Module | None = None
-        self.entered: list[tuple[Tensor, Tensor, Tensor | None]] = []
+        self.entered: list[tuple[Tensor, Tensor, Mask]] = []
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -217,8 +218,9 @@ class _Recorder(TorchFunctionMode):
             for layer in self.names:
                 handles.append(layer.register_forward_pre_hook(self._enter, with_kwargs=True))
                 handles.append(layer.register_forward_hook(self._leave, with_kwargs=True))
-                if isinstance(layer, Converted):
-                    handles.append(layer.infsa.register_forward_pre_hook(self._mix))
+                core = converted_core(layer)
+                if core is not None:
+                    handles.append(core.register_forward_pre_hook(self._mix))
             yield
         finally:
             for handle in handles:
@@ -230,19 +232,20 @@ class _Recorder(TorchFunctionMode):
         self.inside, self.entered = layer, []
 
     def _mix(self, core: nn.Module, args: tuple[Any, ...]) -> None:
+        """Notes what enters the mechanism of a converted layer."""
         q, k, _, mask = args
-        self.entered.append((q, k, mask.bias))
+        self.entered.append((q, k, mask))
 
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.inside = None
-        name, tokens, bias = self.names[layer], args[0].detach(), None
+        name, tokens, mask = self.names[layer], args[0].detach(), NO_MASK
         mechanism: Mechanism
         if isinstance(layer, AttentionLayer):
             mechanism = layer.core
             q, k, _ = layer.project(tokens)
         elif len(self.entered) == 1:
-            q, k, bias = self.entered[0]
-            mechanism = layer.infsa if isinstance(layer, Converted) else SoftmaxAttention(q.shape[1], q.shape[-1])
+            q, k, mask = self.entered[0]
+            mechanism = converted_core(layer) or SoftmaxAttention(q.shape[1], q.shape[-1])
         else:
             raise ConfigError(
                 f"{name} ({_full_name(type(layer))}) runs the fused kernel {len(self.entered)} times, not once; it "
@@ -255,7 +258,7 @@ class _Recorder(TorchFunctionMode):
                 f"{self.prefix} + {self.grid[0]} x {self.grid[1]} tokens each: {self.model} has no map of whole images."
             )
         where = (self.prefix, self.grid, self.class_token)
-        self.calls.append(AttentionCall(name, layer, mechanism, q, k, tokens, *where, bias))
+        self.calls.append(AttentionCall(name, layer, mechanism, q, k, tokens, *where, mask))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -274,18 +277,18 @@ class _Recorder(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
+        if self.inside is not None and converted_core(self.inside) is not None:
+            return  # `_mix` has seen it, whatever kernel the mechanism runs
         if self.inside is None:
             if query.shape[-2] == key.shape[-2] > 1:  # attention that pools has its own, few queries
                 raise ConfigError(f"{self.model} has self-attention that cannot be read (among: {self.others}).")
             return
-        if isinstance(self.inside, Converted):
-            return  # it is the mechanism that calls; `_mix` saw it
         if is_causal or enable_gqa or scale not in (None, query.shape[-1] ** -0.5):
             where = f"{self.names[self.inside]} ({_full_name(type(self.inside))})"
             raise ConfigError(f"{where} is causal, shares keys or has a scale of its own; it cannot be read.")
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, float("-inf"))
-        self.entered.append((query, key, attn_mask))
+        self.entered.append((query, key, Mask(bias=attn_mask)))
 
 
 def patch_layout(model: nn.Module, size: tuple[int, int]) -> tuple[int, tuple[int, int]]:

@@ -19,6 +19,7 @@ KEYS_LEFT_OUT = (
     "model.args.tie_key=false)"
 )
 KEYS_FROM_QUERIES = "loaded with the rows of the queries as those of the keys, since the source ties them"
+CONVERTED = ".infsa."  # in the names of what `infvit.convert` adds to a model
 IDENTITY = "set to the identity, since the source has one output projection only"
 
 
@@ -88,6 +89,8 @@ def transfer_attention(model: nn.Module, source: dict[str, Tensor]) -> Transfer:
             made = {f"{name}.proj2.weight": torch.eye(ours.width), f"{name}.proj2.bias": torch.zeros(ours.width)}
             transfer.tensors.update({key: value.to(like) for key, value in made.items() if key in own})
             transfer.kept.update({key: IDENTITY for key in made if key in own})
+    transfer.kept.update({key: NO_SOURCE for key in own if CONVERTED in key and key not in source})
+    transfer.skipped.update({key: NO_PLACE for key in source if CONVERTED in key and key not in own})
     return transfer
 
 

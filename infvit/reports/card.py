@@ -11,7 +11,7 @@ from infvit.config import ModelConfig
 from infvit.engine.record import replace_text
 from infvit.errors import UserError
 from infvit.evaluation.rebuild import Rebuilt, rebuild
-from infvit.models.build import count_flops, count_parameters, model_arguments
+from infvit.models.build import convert_arguments, count_flops, count_parameters, model_arguments
 from infvit.reports.published import IMAGENET, SOURCE
 from infvit.reports.published import QUALITY as PUBLISHED_QUALITY
 from infvit.reports.runs import QUALITY, RunView, is_run, read_run
@@ -55,8 +55,9 @@ def card_text(folder: Path) -> str:
     run = read_run(folder)
     rebuilt = rebuild(str(folder), "raw", {}) if (folder / "best.pt").exists() else None
     model, data = ModelConfig(**run.config["model"]), run.config["data"]
+    options = {**model_arguments(model), **convert_arguments(model)}
     facts = [
-        ("model", model.name + "".join(f", {name} {value}" for name, value in model_arguments(model).items())),
+        ("model", model.name + "".join(f", {name} {value}" for name, value in options.items())),
         ("data", data["name"] + (f", {len(rebuilt.classes)} classes, {rebuilt.img_size} px" if rebuilt else "")),
         ("recipe", f"{run.config['recipe']['name']}, batch {run.config['batch_size']}, seed {run.config['seed']}"),
         ("epochs", f"{run.epochs} of {run.config['epochs']}, {run.state}"),
@@ -89,8 +90,16 @@ def _use(model: ModelConfig, rebuilt: Rebuilt) -> str:
     """Returns the call with which timm builds the saved model."""
     arguments: dict[str, Any] = {"num_classes": len(rebuilt.classes), **_input(rebuilt), **model_arguments(model)}
     given = "".join(f", {name}={value!r}" for name, value in arguments.items())
-    call = f'timm.create_model("{model.name}"{given}, checkpoint_path="best.pt")'
-    return f"```python\nimport infvit, timm\n\nmodel = {call}\n```"
+    if not model.convert:
+        call = f'timm.create_model("{model.name}"{given}, checkpoint_path="best.pt")'
+        return f"```python\nimport infvit, timm\n\nmodel = {call}\n```"
+    options = ", ".join(f"{name}={value!r}" for name, value in convert_arguments(model).items())
+    lines = (
+        "import infvit, timm, torch\n",
+        f'model = infvit.convert(timm.create_model("{model.name}"{given}), {options})',
+        'model.load_state_dict(torch.load("best.pt", weights_only=True)["state_dict"])',
+    )
+    return "\n".join(["```python", *lines, "```"])
 
 
 def _input(rebuilt: Rebuilt) -> dict[str, int]:
@@ -216,13 +225,19 @@ def _for_hub(folder: Path, weights: str) -> tuple[Rebuilt, dict[str, Any]]:
     """Returns the model of a run, and what timm's helpers write down of it."""
     if not (folder / "best.pt").exists():
         raise UserError(f"{folder} holds no best.pt; name the folder of a run with an evaluated epoch.")
+    model = ModelConfig(**read_run(folder).config["model"])
+    if model.convert:
+        raise UserError(
+            f"{folder} holds a converted model (model.convert={model.convert}), which timm could not build from what "
+            "its hub format holds. Publish best.pt with the code of the card, under Use."
+        )
     rebuilt = rebuild(str(folder), weights, {})
     data = rebuilt.data
     size = (data.in_chans, rebuilt.img_size, rebuilt.img_size)
     channels = [values * data.in_chans if len(values) == 1 else values for values in (data.mean, data.std)]
     preprocessing = {"input_size": size, "mean": tuple(channels[0]), "std": tuple(channels[1]),
                      "interpolation": rebuilt.recipe.interpolation, "crop_pct": rebuilt.recipe.crop_pct}  # fmt: skip
-    arguments = model_arguments(ModelConfig(**read_run(folder).config["model"]))
+    arguments = model_arguments(model)
     return rebuilt, {
         "model_config": {"label_names": list(rebuilt.classes)},
         "model_args": {**_input(rebuilt), **arguments},

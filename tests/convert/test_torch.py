@@ -264,6 +264,12 @@ def test_nn_transformer_and_a_block_of_ones_own():
     assert_close(infvit.convert(whole).eval()(x, x), expected)
 
 
+def test_dropout_of_the_weights_acts_in_training_only():
+    converted, x = infvit.convert(attention(dropout=0.5)), tokens(2, 5, 8)
+    assert not torch.equal(converted(x, x, x)[0], converted(x, x, x)[0])
+    assert_close(converted.eval()(x, x, x), infvit.convert(attention())(x, x, x))
+
+
 def test_a_subclass_with_its_own_forward_is_refused_by_name():
     class Odd(nn.MultiheadAttention):
         pass
