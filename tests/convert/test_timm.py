@@ -16,6 +16,7 @@ from torch.testing import assert_close
 import infvit
 from infvit.convert.timm import FusedDoor
 from infvit.errors import ConfigError
+from infvit.testing.converted_timm import BIASED, MODELS, NAFLEX, build, images, naflex
 
 GAMMA = 0.6
 
@@ -67,34 +68,18 @@ def swin(layer, x, mask=None, **_):
     return q, k, v, bias, pairs
 
 
-MODELS = {
-    "vit_tiny_patch16_224": ({"img_size": 32}, plain),
-    "deit_tiny_patch16_224": ({"img_size": 32}, plain),
-    "deit_tiny_distilled_patch16_224": ({"img_size": 32}, plain),
-    "vit_small_patch14_reg4_dinov2": ({"img_size": 28, "embed_dim": 96, "num_heads": 3}, plain),
-    "vit_tiny_patch16_224 qk_norm": ({"img_size": 32, "qk_norm": True, "scale_attn_norm": True}, plain),
-    "eva02_tiny_patch14_224": ({"img_size": 28}, eva),
-    "beit_base_patch16_224": ({"img_size": 32, "embed_dim": 96, "num_heads": 3}, beit),
-    "swin_tiny_patch4_window7_224": ({"img_size": 56, "depths": (2,), "embed_dim": 24, "num_heads": (3,)}, swin),
+READ = {
+    **dict.fromkeys(MODELS, plain),
+    "eva02_tiny_patch14_224": eva,
+    "beit_base_patch16_224": beit,
+    "swin_tiny_patch4_window7_224": swin,
 }
-BIASED = {"beit_base_patch16_224", "swin_tiny_patch4_window7_224"}
+"""How queries, keys, values, bias and pairs of a layer come about."""
 
 
 def create(name: str, **kwargs) -> nn.Module:
-    """Returns a model of two layers in float64 whose weights, biases and norms are all random."""
-    arguments = {**MODELS[name][0], "num_classes": 5, **kwargs}
-    if "depths" not in arguments:
-        arguments.setdefault("depth", 2)
     torch.manual_seed(0)
-    model = timm.create_model(name.split()[0], **arguments).double()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return model.eval()
-
-
-def images(name: str) -> torch.Tensor:
-    size = MODELS[name][0]["img_size"]
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(1)).double()
+    return build(name, **kwargs).double().eval()
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -157,7 +142,7 @@ def test_each_layer_is_the_formula(name, mechanism):
             converted.train(train)(x)
         assert len(calls) == 2
         for layer, tokens, kwargs, out in calls:
-            q, k, v, bias, pairs = MODELS[name][1](layer, tokens, **kwargs)
+            q, k, v, bias, pairs = READ[name](layer, tokens, **kwargs)
             assert_close(out, output(layer, FORMULA[mechanism](q, k, v, bias, pairs)))
     if mechanism == "infsa_pure" and name.startswith("swin"):
         assert [kwargs.get("mask") is not None for _, _, kwargs, _ in calls] == [False, True]
@@ -186,18 +171,25 @@ def test_gradients_reach_gamma_and_every_weight(name, mechanism):
             assert parameter.grad.abs() > 0, key
 
 
-@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"])
-def test_compiles_without_a_graph_break(name):
-    model = create(name, **({} if "swin" in name else {"depth": 1})).float()
-    model, x = infvit.convert(model, inplace=True), images(name).float()
+def test_a_model_compiles_without_a_graph_break():
+    model = infvit.convert(create("vit_tiny_patch16_224", depth=1).float(), inplace=True)
+    x = images("vit_tiny_patch16_224").float()
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    expected, out = model(x), compiled(x)
+    expected, out = model(x), torch.compile(model, fullgraph=True, backend="aot_eager")(x)
     assert_close(out, expected)
-    inputs = [p for p in model.parameters() if p.requires_grad]
-    for a, b in zip(*(torch.autograd.grad(y.square().sum(), inputs) for y in (out, expected)), strict=True):
+    for a, b in zip(*(torch.autograd.grad(y.sum(), list(model.parameters())) for y in (out, expected)), strict=True):
         assert_close(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()))
-    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "swin_tiny_patch4_window7_224"])
+def test_layers_compile_without_a_graph_break(name):
+    model = infvit.convert(create(name), inplace=True)
+    calls = record(model)
+    with torch.no_grad():
+        model(images(name))
+        layer, tokens, kwargs, out = calls[-1]  # in Swin, of shifted windows
+        torch._dynamo.reset()
+        assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(tokens, **kwargs), out)
 
 
 def test_no_key_of_the_state_dict_changes_but_gamma_is_added():
@@ -235,7 +227,7 @@ def test_saved_for_the_hub_a_converted_model_does_not_come_back_as_softmax(mecha
     name = "vit_tiny_patch16_224"
     converted = infvit.convert(create(name), mechanism)
     save_for_hf(
-        converted, tmp_path, model_args={**MODELS[name][0], "depth": 2, "num_classes": 5}, safe_serialization="both"
+        converted, tmp_path, model_args={**MODELS[name], "depth": 2, "num_classes": 5}, safe_serialization="both"
     )
     with pytest.raises(RuntimeError, match=r"blocks\.0\.attn\.infsa"):
         timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
@@ -263,7 +255,7 @@ def test_mixing_matrices_of_a_converted_model_are_those_that_mixed(name, mechani
     if mechanism == "softmax":
         assert_close(matrices, infvit.mixing_matrices(model, x))
     for matrix, (layer, tokens, kwargs, out) in zip(matrices, calls, strict=True):
-        assert_close(output(layer, matrix @ MODELS[name][1](layer, tokens, **kwargs)[2]), out)
+        assert_close(output(layer, matrix @ READ[name](layer, tokens, **kwargs)[2]), out)
     gamma = 0.7 if mechanism == "infsa_pure" else 1.0  # in-degree is of A, before the path decay
     assert_close(maps.flatten(-2) * gamma, matrices.sum(-2)[..., 1:])
 
@@ -309,20 +301,8 @@ def test_masks_over_pairs():
 
 @pytest.mark.parametrize("mechanism", FORMULA)
 def test_naflex_images_are_what_they_are_without_padding(mechanism):
-    config = {"depth": 1, "embed_dim": 48, "num_heads": 3}
-    model = timm.create_model("naflexvit_base_patch16_gap", num_classes=5, **config).double().eval()
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    converted = infvit.convert(model, mechanism)
-    patches = torch.randn(1, 6, 16 * 16 * 3).double()
-    where = torch.tensor([[[y, x] for y in range(2) for x in range(3)]])
-    alone = converted({"patches": patches, "patch_coord": where, "patch_valid": torch.ones(1, 6, dtype=torch.bool)})
-    padded = {
-        "patches": F.pad(patches, (0, 0, 0, 3), value=7.0),
-        "patch_coord": F.pad(where, (0, 0, 0, 3)),
-        "patch_valid": F.pad(torch.ones(1, 6, dtype=torch.bool), (0, 3)),
-    }
-    assert_close(converted(padded), alone)
+    converted = infvit.convert(create(NAFLEX), mechanism)
+    assert_close(naflex(converted, padding=3), naflex(converted))
 
 
 def test_dropout_of_the_weights_is_kept():
@@ -340,9 +320,10 @@ def test_timms_switch_between_its_kernels_changes_nothing_and_is_kept():
         block.attn.fused_attn = False
     converted = infvit.convert(model)
     assert_close(converted(x), expected)
-    converted.blocks[0].attn.fused_attn = False
-    assert_close(converted(x), expected)
-    assert not infvit.revert(converted).blocks[0].attn.fused_attn
+    for fused in (True, False):
+        converted.blocks[0].attn.fused_attn = fused
+        assert_close(converted(x), expected)
+        assert infvit.revert(deepcopy(converted)).blocks[0].attn.fused_attn is fused
 
 
 def test_gate_of_the_output_stays():
