@@ -2,6 +2,7 @@
 
 python -m infvit.report SWEEP_FOLDER              the ablation table: report.md, .csv, .tex, .png
 python -m infvit.report EFFICIENCY_FOLDER         the tables and figures of eval=efficiency, drawn again
+python -m infvit.report FOLDERS --efficiency DIR  those of several runs of eval=efficiency as one, in DIR
 python -m infvit.report RUN_FOLDER                the model card: README.md
 python -m infvit.report FOLDERS --html out.html   one page of all runs in and below the folders
 python -m infvit.report FOLDERS --quality DIR     attention quality of several models: quality.md, .csv, .tex, .png
@@ -19,7 +20,7 @@ from infvit.errors import UserError
 from infvit.evaluation.efficiency import RESULT
 from infvit.reports.ablation import write_ablation
 from infvit.reports.card import export, push, write_card
-from infvit.reports.efficiency import write_efficiency
+from infvit.reports.efficiency import join_efficiency, write_efficiency
 from infvit.reports.page import write_page
 from infvit.reports.quality import write_quality
 from infvit.reports.runs import find_runs, is_run
@@ -41,6 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, help="write one page of all runs to this file")
     parser.add_argument("--every", type=float, help="with --html: write it again every so many seconds, until Ctrl-C")
     parser.add_argument("--quality", type=Path, help="write the comparison of attention quality to this folder")
+    parser.add_argument(
+        "--efficiency", type=Path, help="write several results of eval=efficiency as one to this folder"
+    )
     parser.add_argument("--export", type=Path, help="save the model of a run for timm in this folder")
     parser.add_argument("--push", help="push the model of a run to this repository of the Hugging Face hub")
     parser.add_argument("--weights", choices=("raw", "ema"), default="raw", help="which weights to export or push")
@@ -61,6 +65,9 @@ def _write(options: argparse.Namespace) -> None:
         return
     if options.quality is not None:
         print(write_quality(options.folders, options.quality).read_text())
+        return
+    if options.efficiency is not None:
+        print(join_efficiency(options.folders, options.efficiency))
         return
     for folder in options.folders:
         if options.export is not None or options.push is not None:

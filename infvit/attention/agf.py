@@ -167,6 +167,9 @@ class AGF(FactoredAttention):
         theta = self.theta.to(q.dtype).tanh()
         return polynomial_sum(q[..., self.head_dim :].sigmoid(), first, theta, self.recurrence)
 
+    def macs(self, tokens: int) -> int:
+        return 2 * tokens * self.num_heads * self.head_dim**2
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         u, v = self.vectors(q, k, mask)
         return u * self.values(q), v

@@ -49,6 +49,9 @@ class CosFormer(FactoredAttention):
             raise ConfigError(f"eps={eps} of {self.name} must be positive.")
         self.eps = eps
 
+    def macs(self, tokens: int) -> int:
+        return 2 * tokens * self.num_heads * self.head_dim * (2 * self.head_dim + 1)
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         (q_index, q_count), (k_index, k_count) = _positions(q, mask.queries), _positions(k, mask.keys)
         quarter = math.pi / 2 / torch.maximum(q_count, k_count)

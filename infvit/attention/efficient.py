@@ -20,6 +20,9 @@ class EfficientAttention(FactoredAttention):
         padding=True, cross=True, permutation_equivariant=True, matrix=True, token_map=True, any_length=True
     )
 
+    def macs(self, tokens: int) -> int:
+        return 2 * tokens * self.num_heads * self.head_dim**2
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         return q.softmax(-1), softmax_over_tokens(k.transpose(-2, -1), mask.keys)
 

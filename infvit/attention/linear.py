@@ -80,6 +80,9 @@ class LinearInfSA(InfSA):
     token_maps = ("weights",)
     ties_key = True
 
+    def macs(self, tokens: int) -> int:
+        return 3 * tokens * self.num_heads * self.head_dim  # pooled query, scores, weighted values
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         if mask.causal:
             weights = causal_linear_matrix(q * self.scale, k * self.scale, self.phi, mask)

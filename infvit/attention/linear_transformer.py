@@ -81,6 +81,9 @@ class LinearTransformer(FactoredAttention):
             raise ConfigError(f"eps={eps} of {self.name} must be positive.")
         self.eps = eps
 
+    def macs(self, tokens: int) -> int:
+        return tokens * self.num_heads * self.head_dim * (2 * self.head_dim + 1)
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         q, k = elu_plus_one(q), zero_padded(elu_plus_one(k), mask.keys)  # phi of a zeroed key is 1
         total = q @ k.sum(-2)[..., None]

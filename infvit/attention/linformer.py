@@ -67,6 +67,9 @@ class Linformer(FactoredAttention):
         for projection in dict.fromkeys((self.key_proj, self.value_proj)):
             nn.init.uniform_(projection, -bound, bound)
 
+    def macs(self, tokens: int) -> int:
+        return 4 * tokens * self.projected_tokens * self.num_heads * self.head_dim
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         keys = self.key_proj.to(k.dtype) @ k  # padded keys are 0
         left = ((q * self.scale) @ keys.transpose(-2, -1)).softmax(-1)

@@ -140,6 +140,13 @@ class Mechanism(nn.Module):
         """Computes the output from unscaled q, k, v; `mask` holds only what `capabilities` declares."""
         raise NotImplementedError(f"{type(self).__name__}.mix is missing: every mechanism has one.")
 
+    def macs(self, tokens: int) -> int | None:
+        """Returns the multiply-accumulates of `mix` for one sample of so many tokens, without masks, as a formula.
+
+        Matrix products and convolutions count, elementwise operations do not. None: nobody wrote it down.
+        """
+        return None
+
     def absorbs(self, mask: Mask) -> bool:
         """Whether `absorbed` can stand in for projecting all tokens and mixing them, in this call."""
         return False

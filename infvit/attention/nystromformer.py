@@ -99,6 +99,11 @@ class Nystromformer(FactoredAttention):
         if self.conv_kernel:
             nn.init.uniform_(self.kernel, -(self.conv_kernel**-0.5), self.conv_kernel**-0.5)
 
+    def macs(self, tokens: int) -> int:
+        n, m, d = tokens, self.num_landmarks, self.head_dim
+        means_and_scores, inverse = 4 * m * n * d + m * m * d, 4 * m**3 * self.pinv_iterations
+        return self.num_heads * (means_and_scores + inverse + n * m * m + 2 * n * m * d + n * d * self.conv_kernel)
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         q, tokens = q * self.scale, q.shape[-2]
         q_means, k_means = segment_means(q, self.num_landmarks), segment_means(k, self.num_landmarks).transpose(-2, -1)

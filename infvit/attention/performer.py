@@ -82,6 +82,9 @@ class Performer(FactoredAttention):
         if not self.directions.is_meta:
             self.directions.copy_(orthogonal_features(self.num_features, self.head_dim))
 
+    def macs(self, tokens: int) -> int:
+        return 4 * tokens * self.num_features * self.num_heads * self.head_dim
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         directions = self.directions.to(q.dtype) * self.head_dim**-0.25
         squares = k.square().sum(-1)[..., None, :] * (self.scale / 2)

@@ -178,6 +178,9 @@ class PureInfSA(InfSA):
         """Where the Triton kernels run, half precision goes in as it is; their sums are float32."""
         return not _runs_triton(self.decay.logit.device)
 
+    def macs(self, tokens: int) -> int:
+        return 2 * tokens**2 * self.num_heads * self.head_dim
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         dropout = self.attn_drop.p if self.training else 0.0
         return self.decay() * pure_infsa(q, k, v, mask, activation=self.activation, dropout=dropout, path=self.path)

@@ -72,6 +72,9 @@ class Singularformer(FactoredAttention):
         scores = (pseudo @ q * self.scale) @ (pseudo @ k).transpose(-2, -1)
         return p.softmax(-1), scores.softmax(-1), pseudo
 
+    def macs(self, tokens: int) -> int:
+        return self.num_heads * self.head_dim * (4 * tokens * self.extra_dim + 2 * self.extra_dim**2)
+
     def factors(self, q: Tensor, k: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
         u, core, pseudo = self.parts(q, k, mask)
         return u @ core, pseudo

@@ -46,6 +46,9 @@ class SoftmaxAttention(Mechanism):
         """The fused kernel takes half precision as it is and accumulates in float32 by itself."""
         return not self.fused
 
+    def macs(self, tokens: int) -> int:
+        return 2 * tokens**2 * self.num_heads * self.head_dim
+
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         if not self.fused:
             return self.attn_drop(self._matrix(q, k, mask)) @ v

@@ -95,7 +95,9 @@ class EvalConfig:
     num_images: int | None = key(
         None, "for eval=alignment, health, markov, oversmoothing: images, evenly spread over the split (64, 16, 8, 64)"
     )
-    models: list[str] = key([], "for eval=efficiency: NAME, timm/NAME, either with :unfused (docs/performance.md)")
+    models: list[str] = key(
+        [], "for eval=efficiency: NAME, timm/NAME, a run, a sweep; with :unfused (docs/performance.md)"
+    )
     resolutions: list[int] = key([], "for eval=efficiency: image sides in pixels")
     on_damaged: str = key("error", "a damaged image is an error, or with exclude left out and counted")
     reparameterize: bool = key(True, "evaluate the form for inference, the same up to rounding; false: as trained")
@@ -133,8 +135,6 @@ class EvalConfig:
             require(measures or not values, f"{name}=... is for eval=efficiency; leave it out.")
             require(bool(values) or not measures, f"eval=efficiency needs {name}=[...].")
             require(len(set(values)) == len(values), f"{name}={values} names one twice.")
-        for name in self.efficiency.baselines:
-            require(name in self.models, f"efficiency.baselines: {name} is not among models={self.models}.")
         highest = self.efficiency.highest
         require(
             not measures or highest is None or highest >= min(self.resolutions),
@@ -142,7 +142,7 @@ class EvalConfig:
         )
         require(
             not measures or (self.checkpoint is None and not self.model.name),
-            "eval=efficiency measures models=[...] without weights; leave out checkpoint=... and model=...",
+            "eval=efficiency measures models=[...] (a run too) without weights; leave out checkpoint=... and model=...",
         )
         require(self.weights in WEIGHTS, f"weights={self.weights!r} must be one of {', '.join(WEIGHTS)}.")
         require(self.precision in PRECISIONS, f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}.")

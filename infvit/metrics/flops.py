@@ -11,9 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from infvit.attention import NO_MASK, AttentionLayer
 from infvit.models import InfViT
 
-MATRIX = ("softmax", "softmax_unfused", "infsa_pure")
-"""Mechanisms that are two products with an N x N matrix per head."""
-
 
 @dataclass(frozen=True)
 class FlopCount:
@@ -84,11 +81,15 @@ def formula(model: nn.Module) -> int | None:
 def _attention(layer: AttentionLayer, n: int, d: int) -> int | None:
     """Returns the multiply-accumulates of an attention layer on n tokens of width d."""
     projections = 2 if isinstance(layer.proj2, nn.Linear) else 1
-    name, heads = layer.core.name, layer.num_heads
-    if name in MATRIX:
-        return layer.qkv.weight.numel() * n + 2 * n * n * d + projections * n * d * d
-    if name == "infsa_linear" and layer.core.absorbs(NO_MASK):
+    if layer.core.absorbs(NO_MASK):
+        if layer.core.name != "infsa_linear":
+            return None
         # pooled query n d; scores n d, or through an absorbed key projection; p mixes whole tokens once per head
+        heads = layer.num_heads
         scores = n * d if layer.tie_key else d * d + heads * n * d
         return n * d * d + n * d + scores + heads * n * d + d * d + projections * d * d
-    return None
+    mixing = layer.core.macs(n)
+    if mixing is None:
+        return None
+    extra = 0 if layer.extra is None else layer.extra.weight.numel()
+    return (layer.qkv.weight.numel() + extra) * n + mixing + projections * n * d * d

@@ -13,7 +13,7 @@ from infvit.reports.runs import RunView, find_runs
 from infvit.reports.tables import PENDING, Cell, Row, Table
 
 # Metric, its row, its digits, and whether every run that is done has it: the others are shown as pending until
-# eval=attention_quality has been run, or (latency) can be.
+# eval=attention_quality was run on each, or (latency) eval=efficiency on all of them together.
 METRICS = (
     ("top1", "top-1 (%)", 2, True),
     ("ema_top1", "top-1, EMA weights (%)", 2, True),
@@ -118,6 +118,7 @@ def _note(runs: Sequence[RunView], beside: bool) -> str:
     same = what == {("infvit_linear_4l", "imagenet")}
     cut = sorted({run.config["max_steps"] for run in runs if run.config.get("max_steps")})
     short = f" Ended by max_steps={', '.join(map(str, cut))} updates." if cut else ""
+    short += "".join(f" Latency: {where}." for where in sorted({r.latency["where"] for r in runs if r.latency}))
     if not beside:
         return f"Run: {ran}.{short}"
     other = "" if same else " Published: infvit_linear_4l on ImageNet-1K, so no comparison."

@@ -4,12 +4,13 @@ import csv
 import io
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from infvit.engine.record import replace_text
+from infvit.errors import UserError
 from infvit.evaluation.efficiency import RESULT
 from infvit.metrics.growth import exponent
 from infvit.reports.efficiency_figures import draw_all
@@ -30,6 +31,68 @@ forward and backward. "Paper's convention": latency x {inference_watts:g} W (tra
 measurement. Ratios are images per second over those of the baseline, from one process; a ratio stands only where both
 mechanisms equal their references in float64 at this size and precision (`*`: at fewer tokens, for the reference's
 memory; `+`: attention of timm, which has no reference here)."""
+
+
+SAME_MACHINE = (
+    "cpu",
+    "cores",
+    "threads",
+    "device",
+    "gpu",
+    "gpu_memory_gib",
+    "cuda",
+    "driver",
+    "torch",
+    "timm",
+    "infvit",
+)
+SAME_SETTINGS = ("precision", "compile", "inference_watts", "training_watts")
+
+
+def join_efficiency(folders: Sequence[Path], folder: Path) -> str:
+    """Writes the results of several runs of `eval=efficiency` as one, with its tables and figures.
+
+    Ratios stay those that each run measured in one process: there are none between runs.
+
+    Args:
+        folders: the folders of the runs.
+        folder: where the joined result goes.
+
+    Returns:
+        The Markdown.
+
+    Raises:
+        UserError: no result in a folder; machine, versions or precision differ; two runs measured the same.
+    """
+    missing = [str(one) for one in folders if not (one / RESULT).is_file()]
+    if missing:
+        raise UserError(f"no {RESULT} of eval=efficiency in {', '.join(missing)}.")
+    parts = [json.loads((one / RESULT).read_text()) for one in folders]
+    for part, name in (("machine", SAME_MACHINE), ("settings", SAME_SETTINGS)):
+        for key in name:
+            found = {str(one[part].get(key)): path for one, path in zip(parts, folders, strict=True)}
+            if len(found) > 1:
+                values = " and ".join(f"{value} ({path})" for value, path in found.items())
+                raise UserError(f"these runs cannot stand in one table: {key} is {values}.")
+    for kind, keys in (
+        ("rows", ("model", "scope", "mode", "resolution", "batch")),
+        ("highest", ("model", "mode", "batch")),
+    ):
+        cells = [tuple(row[key] for key in keys) for one in parts for row in one[kind]]
+        twice = [cell for cell, count in Counter(cells).items() if count > 1]
+        if twice:
+            raise UserError(f"measured in more than one of these runs: {', '.join(map(str, twice[0]))}. Leave one out.")
+    joined = parts[0] | {kind: [row for one in parts for row in one[kind]] for kind in ("rows", "highest")}
+    joined["complexity"] = {model: growth for one in parts for model, growth in one["complexity"].items()}
+    for key in ("baselines", "modes"):
+        joined["settings"][key] = list(dict.fromkeys(name for one in parts for name in one["settings"][key]))
+    commits = {(one["machine"]["git"] or {}).get("commit"): one["machine"]["git"] for one in parts}
+    joined["machine"]["more_commits"] = list(commits.values())[1:]
+    for row in joined["rows"]:
+        row["speedup"] = {name: row["speedup"].get(name, "not in its run") for name in joined["settings"]["baselines"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(folder / RESULT, json.dumps(joined, indent=1, allow_nan=False) + "\n")
+    return write_efficiency(folder)
 
 
 def write_efficiency(folder: Path) -> str:
@@ -66,8 +129,8 @@ def _machine(machine: dict[str, Any], settings: dict[str, Any]) -> str:
     if machine["device"] == "cuda":
         gpu = f"{machine['gpu_memory_gib']} GiB, driver {machine['driver']}, CUDA {machine['cuda']}"
         where = f"{machine['gpu']} ({gpu}), {where}"
-    git = machine["git"] or {"commit": "unknown", "dirty": False}
-    state = git["commit"][:7] + (" with changes" if git["dirty"] else "")
+    states = [machine["git"], *machine.get("more_commits", ())]
+    state = ", ".join(git["commit"][:7] + " with changes" * git["dirty"] if git else "commit unknown" for git in states)
     compiled = ", torch.compile" if settings["compile"] else ""
     return (
         f"{where}. {settings['precision']}{compiled}, torch {machine['torch']}, timm {machine['timm']}, infvit "

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -62,7 +63,8 @@ def _models(result: dict[str, Any]) -> Rows:
 
 def _colors(result: dict[str, Any]) -> dict[str, Any]:
     names = list(dict.fromkeys(row["model"] for row in result["rows"]))
-    return {name: f"C{i % 10}" for i, name in enumerate(names)}
+    palette = colormaps["tab10" if len(names) <= 10 else "tab20"].colors  # type: ignore[attr-defined]
+    return {name: palette[i % len(palette)] for i, name in enumerate(names)}
 
 
 def _where(result: dict[str, Any]) -> str:

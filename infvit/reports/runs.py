@@ -10,11 +10,16 @@ from infvit.engine.folder import STATUS, read_config
 from infvit.engine.record import METRICS, read_history
 from infvit.engine.status import SWEEP, Status, read_jobs, read_status
 from infvit.errors import UserError
+from infvit.evaluation.efficiency import RESULT as EFFICIENCY
 
 QUALITY = {"morf": "morf_aoc", "lerf": "lerf_auc", "roc": "roc_auc", "pr": "pr_auc"}
 """Measures of attention quality as tables call them, and as `eval=attention_quality` writes them."""
 QUALITY_FILES = "eval_attention_quality_"
 """How the names of its results begin."""
+LATENCY = {"train_ms": "training", "infer_ms": "inference"}
+"""Latencies as tables call them, and the modes of `eval=efficiency`."""
+LATENCY_FOLDER = "efficiency"
+"""Where in the folder of a sweep the result of `eval=efficiency` on its runs is looked for."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,7 @@ class RunView:
         config: the resolved configuration; empty if the run was never started.
         rows: the metrics of its epochs.
         quality: what `eval=attention_quality` found, if it was run.
+        latency: milliseconds by mode and where they were measured, of `eval=efficiency` on the runs of its sweep.
         damage: what is wrong with its files, if something is.
     """
 
@@ -37,6 +43,7 @@ class RunView:
     config: dict[str, Any] = field(default_factory=dict)
     rows: tuple[dict[str, Any], ...] = ()
     quality: dict[str, Any] = field(default_factory=dict)
+    latency: dict[str, Any] = field(default_factory=dict)
     damage: str = ""
 
     @property
@@ -85,6 +92,8 @@ class RunView:
         """Returns the newest value of a metric, of an epoch or of the attention."""
         if metric := QUALITY.get(name):
             return self.quality.get(metric)
+        if mode := LATENCY.get(name):
+            return self.latency.get(mode)
         series = self.series(name)
         return series[-1][1] if series else None
 
@@ -107,12 +116,37 @@ def read_run(folder: Path, overrides: Sequence[str] | None = None) -> RunView:
         if status is None and (folder / STATUS).exists():
             raise UserError(f"{folder / STATUS} is damaged; start the command again, which writes it anew.")
         config, rows = read_config(folder), tuple(read_history(folder))
-        quality = read_quality(folder)
+        quality, latency = read_quality(folder), read_latency(folder)
         if status is not None and status.state == "done" and not rows:
             raise UserError(f"{folder} is done, but {METRICS} is gone; start the command again, which writes it anew.")
     except UserError as error:
         return RunView(folder, tuple(known), status, damage=str(error))
-    return RunView(folder, tuple(known), status, config, rows, quality)
+    return RunView(folder, tuple(known), status, config, rows, quality, latency)
+
+
+def read_latency(folder: Path) -> dict[str, Any]:
+    """Reads how long the model of a run takes, at the smallest size and batch of `SWEEP/efficiency`.
+
+    Returns:
+        Milliseconds by mode, and `where`: what they were measured on. Empty if they were not.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    path = folder.parent / LATENCY_FOLDER / EFFICIENCY
+    if not path.is_file():
+        return {}
+    try:
+        result = json.loads(path.read_text())
+        rows = [row for row in result["rows"] if row["scope"] == "model" and row["latency"]]
+        mine = [row for row in rows if Path(row["model"]).name == folder.name]
+        smallest = min(((row["resolution"], row["batch"]) for row in mine), default=None)
+        found = {r["mode"]: r["latency"]["median_ms"] for r in mine if (r["resolution"], r["batch"]) == smallest}
+        machine = result["machine"].get("gpu") or result["machine"]["cpu"]
+        where = f"{machine}, {result['settings']['precision']}, " + "{} px, batch {}".format(*smallest or ("", ""))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is damaged; remove it, and measure again.") from error
+    return {**found, "where": where} if found else {}
 
 
 def read_quality(folder: Path) -> dict[str, Any]:

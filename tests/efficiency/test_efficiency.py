@@ -11,12 +11,24 @@ import torch
 from efficiency_doubles import MODELS, Machine, cells_of
 
 from infvit import report
-from infvit.config import EfficiencyConfig, EvalConfig
+from infvit.config import (
+    DataConfig,
+    EfficiencyConfig,
+    EngineConfig,
+    EvalConfig,
+    ModelConfig,
+    RecipeConfig,
+    TrainConfig,
+)
+from infvit.engine import train
 from infvit.engine.processes import Processes
 from infvit.errors import ConfigError, UserError
-from infvit.evaluation.efficiency import run
-from infvit.evaluation.efficiency.cells import Task
+from infvit.evaluation.efficiency import run, subject
+from infvit.evaluation.efficiency.cells import Cell, Task
+from infvit.evaluation.efficiency.cost import cost
+from infvit.reports.ablation import write_ablation
 from infvit.reports.efficiency import to_markdown, write_efficiency
+from infvit.reports.runs import find_runs
 
 CPU = torch.device("cpu")
 
@@ -210,6 +222,43 @@ def test_tables_figures_and_redrawing(tmp_path: Path, machine: Machine) -> None:
     assert {path.name for path in tmp_path.glob("*.png")} == figures
 
 
+def test_several_runs_as_one(tmp_path: Path, machine: Machine) -> None:
+    machine.milliseconds = lambda cell: cell.resolution / (10 if "linear" in cell.model else 5)
+    first, second, joined = (tmp_path / name for name in "abc")
+    models = ["vit_mini", "infvit_linear_mini"]
+    measure(first, machine, models, (32, 64), highest=64)
+    measure(second, machine, models, (64,), modes=["training"], baselines=["infvit_linear_mini"])
+    assert report.main([str(first), str(second), "--efficiency", str(joined)]) == 0
+    result = json.loads((joined / "efficiency.json").read_text())
+    parts = [json.loads((one / "efficiency.json").read_text()) for one in (first, second)]
+    assert [r["latency"] for r in result["rows"]] == [r["latency"] for one in parts for r in one["rows"]]
+    assert result["highest"] == parts[0]["highest"]
+    assert row_of(result, "infvit_linear_mini", resolution=64, mode="inference")["speedup"] == {
+        "vit_mini": 2.0, "infvit_linear_mini": "not in its run"}  # fmt: skip
+    assert row_of(result, "vit_mini", mode="training")["speedup"] == {
+        "vit_mini": "not in its run", "infvit_linear_mini": 0.5}  # fmt: skip
+    assert "not in its run" in (joined / "efficiency.md").read_text()
+    assert {"dashboard.png", "latency_resolution.png"} <= {path.name for path in joined.glob("*.png")}
+
+
+def test_runs_that_cannot_be_joined(tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    measure(first, machine)
+    measure(second, machine)
+    command = [str(first), str(second), "--efficiency", str(tmp_path / "c")]
+    assert report.main(command) == 1
+    assert f"more than one of these runs: {MODELS[0]}, model, inference, 32, 1" in capsys.readouterr().err
+    result = json.loads((second / "efficiency.json").read_text())
+    result["machine"]["torch"] = "2.9.0"
+    (second / "efficiency.json").write_text(json.dumps(result))
+    assert report.main(command) == 1
+    assert f"2.9.0 ({second})" in capsys.readouterr().err
+    (second / "efficiency.json").unlink()
+    assert report.main(command) == 1
+    assert f"no efficiency.json of eval=efficiency in {second}" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
+
+
 def test_depth_needs_both_depths(tmp_path: Path, machine: Machine) -> None:
     measure(tmp_path, machine, ["vit_mini", "infvit_linear_mini"])
     text = (tmp_path / "efficiency.json").read_text()
@@ -218,6 +267,65 @@ def test_depth_needs_both_depths(tmp_path: Path, machine: Machine) -> None:
         (tmp_path / "efficiency.json").write_text(renamed)
         assert ("depth.png" in write_efficiency(tmp_path)) is drawn
         assert (tmp_path / "depth.png").exists() is drawn  # that of another result would be a lie
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of one update each that differ in gamma; 7 classes, 16 px, grey images."""
+    folder = tmp_path_factory.mktemp("sweep")
+    for gamma in (0.3, 0.7):
+        args = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+        config = TrainConfig(
+            ModelConfig("infvit_linear_mini", gamma=gamma, args=args),
+            DataConfig("digits", img_size=16, num_workers=0),
+            RecipeConfig(warmup_epochs=0),
+            EngineConfig(device="cpu"),
+            epochs=1,
+            max_steps=1,
+            batch_size=16,
+            run_dir=str(folder / f"model.gamma-{gamma}"),
+        )
+        train(config)
+    return folder
+
+
+def test_a_sweep_stands_for_its_runs(tmp_path: Path, machine: Machine, sweep: Path) -> None:
+    """What is built is the run's model, without its weights; the table of the sweep then has the latencies."""
+    runs = [str(sweep / f"model.gamma-{gamma}") for gamma in (0.3, 0.7)]
+    plain = subject.create(Cell(runs[0], "training", 16))
+    assert (len(plain.blocks), plain.embed_dim, plain.head.out_features) == (1, 24, 10)
+    assert subject.create(Cell(runs[0], "training", 32)).patch_embed.num_patches == 4 * plain.patch_embed.num_patches
+    decays = [float(subject.create(Cell(one, "inference", 16)).blocks[0].attn.core.decay().detach()) for one in runs]
+    assert decays == pytest.approx([0.3, 0.7])
+    machine.milliseconds = lambda cell: 10 * (3 if "0.3" in cell.model else 4) + cell.resolution + (cell.mode > "j")
+    keys = {"modes": ["inference", "training"], "batch_sizes": [4, 2], "baselines": [runs[1]]}
+    result = measure(sweep / "efficiency", machine, [str(sweep)], (32, 16), **keys)
+    assert [row["model"] for row in result["rows"][:2]] == runs
+    assert row_of(result, runs[0], mode="training", resolution=16, batch=2)["speedup"] == pytest.approx(
+        {runs[1]: 57 / 47}
+    )
+    seen = {Path(view.folder).name: (view.last("train_ms"), view.last("infer_ms")) for view in find_runs(sweep)}
+    assert seen == {"model.gamma-0.3": (47, 46), "model.gamma-0.7": (57, 56)}
+    text = write_ablation(sweep).read_text()
+    line = next(line for line in text.splitlines() if "latency, training (ms)" in line)
+    assert line.replace(" ", "") == "|latency,training(ms)|47.0|57.0|"
+    assert "float32, 16 px, batch 2." in text
+
+
+def test_a_run_is_measured(sweep: Path) -> None:
+    """In the worker itself, with grey images and its number of classes."""
+    cell = Cell(str(sweep / "model.gamma-0.3"), "training", 16, 2)
+    prepared = subject.prepare(cell, torch.device("cpu"), torch.float32)
+    assert prepared.call() > 0
+    assert cost(cell)["parameters"] == sum(p.numel() for p in prepared.model.parameters())
+
+
+def test_a_folder_without_runs(tmp_path: Path, machine: Machine) -> None:
+    with pytest.raises(ConfigError, match="neither a run nor a sweep"):
+        measure(tmp_path / "out", machine, [str(tmp_path)])
 
 
 # Mistakes
@@ -234,7 +342,6 @@ def test_depth_needs_both_depths(tmp_path: Path, machine: Machine) -> None:
             {"models": ["vit_mini"], "resolutions": [64], "efficiency": EfficiencyConfig(highest=32)},
             "below the smallest",
         ),
-        ({"models": ["a"], "resolutions": [64], "efficiency": EfficiencyConfig(baselines=["b"])}, "b is not among"),
     ],
 )
 def test_keys_that_do_not_go_together(keys: dict, message: str) -> None:
@@ -257,6 +364,7 @@ def test_values_that_are_not_allowed(keys: dict) -> None:
     [
         (["vit_mini", "infvit_lienar_mini"], (32,), {}, "unknown model 'infvit_lienar_mini'. Did you mean"),
         (["vit_mini"], (32, 33), {}, "img_size=33 is not divisible by the patch size 4"),
+        (["vit_mini"], (32,), {"baselines": ["vit_4l"]}, "vit_4l is not among"),
         (["timm/test_resnet:unfused"], (64,), {}, "timm/test_resnet:unfused: test_resnet has no fused attention"),
         (["timm/test_vit"], (64,), {"scopes": ["attention"]}, "timm/test_vit has none of our attention layers"),
     ],

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional as F
 
 import infvit
+from infvit.attention import list_mechanisms
 from infvit.evaluation.efficiency.cells import Cell
 from infvit.evaluation.efficiency.cost import complexity, cost
 from infvit.metrics.flops import count, formula
@@ -38,6 +39,22 @@ def test_formula_is_what_the_counter_counts(name: str, args: dict, folded: bool)
     counted = count(lambda: model(torch.empty(1, 3, 48, 48, device="meta")))
     assert counted.missed == ()
     assert formula(model) == counted.total > 0
+
+
+@pytest.mark.parametrize("name", list_mechanisms())
+@pytest.mark.parametrize("side", [24, 48])  # fewer tokens than landmarks, and more
+def test_every_mechanism_has_a_formula(name: str, side: int) -> None:
+    args = {"linformer": {"projected_tokens": 6}, "nystromformer": {"num_landmarks": 12, "conv_kernel": 5},
+            "singularformer": {"rank": 3}, "performer": {"num_features": 11}}.get(name, {})  # fmt: skip
+    model = model_of("vit_mini", attention=name, img_size=side, **args)
+    counted = count(lambda: model(torch.empty(1, 3, side, side, device="meta")))
+    assert counted.missed == ()
+    assert formula(model) == counted.total
+    layer = model.blocks[0].attn
+    tokens = 1 + (side // 8) ** 2
+    core, inputs = layer.core, [torch.empty(1, 5, tokens, 8, device="meta") for _ in range(3)]
+    inputs[0] = torch.empty(1, 5, tokens, 8 + core.extra_dim, device="meta")
+    assert 2 * core.macs(tokens) == count(lambda: core(*inputs)).total > 0
 
 
 def test_models_without_a_formula() -> None:

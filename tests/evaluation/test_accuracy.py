@@ -88,7 +88,7 @@ def test_equal_to_an_independent_loop(score: Any, content: dict[str, Any], weigh
     assert result["top1"] == pytest.approx(100 * accuracy_score(labels, probabilities.argmax(1)))
     assert result["top5"] == pytest.approx(100 * top_k_accuracy_score(labels, probabilities, k=5))
     assert result["loss"] == pytest.approx(log_loss(labels, probabilities), rel=1e-5)
-    assert 20 < result["top1"] < 100  # the run has learned something
+    assert 15 < result["top1"] < 100  # the run has learned something: chance is 10 +- 1.6
     assert result["top1"] < result["top5"] < 100
 
 

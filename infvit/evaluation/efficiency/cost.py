@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from infvit.errors import ConfigError
 from infvit.evaluation.efficiency.cells import Cell
-from infvit.evaluation.efficiency.subject import attention_layer, create, token_count
+from infvit.evaluation.efficiency.subject import attention_layer, blueprint, create, token_count
 from infvit.metrics import flops
 from infvit.models.build import check_forward, count_parameters, unfuse
 
@@ -28,7 +28,7 @@ def cost(cell: Cell) -> dict[str, Any]:
     """
     with torch.device("meta"):
         model = create(cell)
-        check_forward(model, cell.model, 3, cell.resolution)
+        check_forward(model, cell.model, blueprint(cell.model).in_chans, cell.resolution)
         facts = {"parameters": count_parameters(model), "tokens": token_count(model)}
         unfuse(model)
         formula = flops.formula(model) if cell.scope == "model" else None
@@ -52,7 +52,7 @@ def _counted(model: torch.nn.Module, cell: Cell) -> flops.FlopCount:
         module = layer.core
         inputs = tuple(torch.empty(1, layer.num_heads, tokens, layer.head_dim, requires_grad=True) for _ in range(3))
     else:
-        inputs = (torch.empty(1, 3, cell.resolution, cell.resolution),)
+        inputs = (torch.empty(1, blueprint(cell.model).in_chans, cell.resolution, cell.resolution),)
 
     def work() -> None:
         with torch.set_grad_enabled(cell.mode == "training"):

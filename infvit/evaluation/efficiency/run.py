@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from infvit.config import EvalConfig, ModelConfig
+from infvit.config import EvalConfig
 from infvit.engine.device import select_device, select_precision
 from infvit.engine.plan import import_modules
 from infvit.engine.processes import ALONE, Processes
@@ -20,7 +20,7 @@ from infvit.evaluation.efficiency.check import NO_REFERENCE, RIGHT, WRONG
 from infvit.evaluation.efficiency.cost import complexity, cost
 from infvit.evaluation.efficiency.machine import describe
 from infvit.evaluation.efficiency.search import highest
-from infvit.evaluation.efficiency.subject import TIMM, UNFUSED
+from infvit.evaluation.efficiency.subject import blueprint, runs_in
 from infvit.evaluation.efficiency.worker import Runner, in_a_process
 from infvit.metrics.memory import available_memory
 from infvit.models.build import patch_size
@@ -58,13 +58,16 @@ def efficiency(
     settings = _settings(config, device.type)
     runner = runner or partial(in_a_process, minutes=asked.worker_minutes)
     groups = list(product(asked.scopes, asked.modes, config.resolutions, asked.batch_sizes))
-    patches = {model: patch_size(_model_config(model)) for model in config.models}
+    models = [run for model in config.models for run in runs_in(model)]
+    if unknown := [name for name in asked.baselines if name not in models]:
+        raise ConfigError(f"efficiency.baselines: {unknown[0]} is not among models={models}.")
+    patches = {model: patch_size(blueprint(model).config) for model in models}
     # All of them before the first is measured: a mistake in the last would cost hours.
     costs = {
         (scope, mode, size, model): cost(Cell(model, mode, size, 1, scope))
-        for scope, mode, size, model in product(asked.scopes, asked.modes, config.resolutions, config.models)
+        for scope, mode, size, model in product(asked.scopes, asked.modes, config.resolutions, models)
     }
-    growth = {model: complexity(model, patches[model]) for model in config.models}
+    growth = {model: complexity(model, patches[model]) for model in models}
     folder = Path(config.output or "runs/efficiency")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +77,7 @@ def efficiency(
         "format": FORMAT,
         "machine": describe(device, asked.threads),
         "settings": {**asdict(asked), "precision": str(select_precision(config.precision, device)).split(".")[1],
-                     "baselines": asked.baselines or config.models[:1], "memory_limit": settings.memory_limit},
+                     "baselines": asked.baselines or models[:1], "memory_limit": settings.memory_limit},
         "complexity": growth,
         "rows": [],
         "highest": [],
@@ -85,7 +88,7 @@ def efficiency(
 
     for number, (scope, mode, size, batch) in enumerate(groups, 1):
         log.info("group %d of %d: %s, %s, %d px, batch %d", number, len(groups), scope, mode, size, batch)
-        cells = [Cell(model, mode, size, batch, scope) for model in config.models]
+        cells = [Cell(model, mode, size, batch, scope) for model in models]
         rows = _measure(cells, settings, runner)
         for cell, row in zip(cells, rows, strict=True):
             known = costs[scope, mode, size, cell.model]
@@ -94,7 +97,7 @@ def efficiency(
         _compare(result["rows"][-len(cells) :], result["settings"]["baselines"])
         save()
     if asked.highest is not None:
-        for mode, batch, model in product(asked.modes, asked.batch_sizes, config.models):
+        for mode, batch, model in product(asked.modes, asked.batch_sizes, models):
             result["highest"].append(_highest(config, settings, runner, model, mode, batch, patches[model]))
             save()
     if report is not None:
@@ -114,10 +117,6 @@ def _settings(config: EvalConfig, device: str) -> Settings:
     names = ("rounds", "warmup", "seconds", "energy_seconds", "compile", "threads")
     options = {name: getattr(asked, name) for name in names}
     return Settings(device, config.precision, memory_limit=limit, imports=config.imports, **options)
-
-
-def _model_config(model: str) -> ModelConfig:
-    return ModelConfig(name=model.removesuffix(UNFUSED).removeprefix(TIMM))
 
 
 def _measure(cells: list[Cell], settings: Settings, runner: Runner) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -11,15 +13,27 @@ from torch.nn import functional as F
 
 from infvit.attention import AttentionLayer, collect_losses
 from infvit.config import ModelConfig, RecipeConfig
+from infvit.engine import checkpoint
 from infvit.engine.device import autocast
+from infvit.engine.plan import import_modules
 from infvit.errors import ConfigError
 from infvit.evaluation.efficiency.cells import Cell
+from infvit.evaluation.rebuild import from_stored
 from infvit.models import reparameterize
 from infvit.models.build import build_model, unfuse
 from infvit.recipe import build_optimizer
 
 UNFUSED = ":unfused"
 TIMM = "timm/"
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a model is built from: of the registry, or that of a run, at any image size and without its weights."""
+
+    config: ModelConfig
+    num_classes: int = 1000
+    in_chans: int = 3
 
 
 @dataclass(frozen=True)
@@ -37,17 +51,54 @@ class Subject:
     plain: Callable[[], Any]
 
 
+def runs_in(model: str) -> list[str]:
+    """Returns the runs that an entry of `models` stands for: those in the folder of a sweep; else the entry itself.
+
+    Raises:
+        ConfigError: a folder without runs.
+    """
+    folder = Path(model)
+    if not folder.is_dir() or is_run(folder):
+        return [model]
+    runs = sorted(str(path) for path in folder.iterdir() if is_run(path))
+    if not runs:
+        raise ConfigError(f"models: {folder} is neither a run nor a sweep with runs that have a checkpoint.")
+    return runs
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a model can be rebuilt from a folder."""
+    return any((folder / name).exists() for name in (checkpoint.BEST, checkpoint.LAST, checkpoint.PREVIOUS))
+
+
+@cache
+def blueprint(model: str) -> Blueprint:
+    """Returns what an entry of `models` is built from.
+
+    Raises:
+        CheckpointError: the checkpoint of a run cannot be read.
+    """
+    name = model.removesuffix(UNFUSED)
+    if is_run(Path(name)):
+        content = checkpoint.read(checkpoint.find(name))
+        import_modules(content["config"].get("imports", []))
+        stored = from_stored(ModelConfig, content["config"]["model"])
+        return Blueprint(stored, content["num_classes"], content["in_chans"])
+    name = name.removeprefix(TIMM)
+    known = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    return Blueprint(ModelConfig(name=name), known.num_classes if known else 1000)
+
+
 def create(cell: Cell) -> nn.Module:
     """Builds the model of a cell, for inference with its double projections folded.
 
     Raises:
         ConfigError: no such model, no image of this size, or `:unfused` for a model without a fused kernel.
     """
-    name = cell.model.removesuffix(UNFUSED).removeprefix(TIMM)
-    known = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
-    model, _ = build_model(ModelConfig(name=name), known.num_classes if known else 1000, 3, cell.resolution)
+    plan = blueprint(cell.model)
+    model, _ = build_model(plan.config, plan.num_classes, plan.in_chans, cell.resolution)
     if cell.model.endswith(UNFUSED) and not unfuse(model):
-        raise ConfigError(f"models: {cell.model}: {name} has no fused attention to switch off.")
+        raise ConfigError(f"models: {cell.model}: {plan.config.name} has no fused attention to switch off.")
     return model.train() if cell.mode == "training" else reparameterize(model.eval())
 
 
@@ -78,7 +129,8 @@ def prepare(cell: Cell, device: torch.device, precision: torch.dtype, compiled: 
     training = cell.mode == "training"
     model.to(device, torch.float32 if training else precision)
     dtype = next(model.parameters()).dtype
-    images = torch.randn(cell.batch, 3, cell.resolution, cell.resolution, device=device, dtype=dtype)
+    shape = (cell.batch, blueprint(cell.model).in_chans, cell.resolution, cell.resolution)
+    images = torch.randn(shape, device=device, dtype=dtype)
     if not training:
         return _inference(model, (images,), compiled)
     optimizer = build_optimizer(model, RecipeConfig(), cell.batch)
