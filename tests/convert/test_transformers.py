@@ -98,7 +98,7 @@ def test_padded_pixels_of_detr_leave_the_others_as_they_are():
 @pytest.mark.parametrize(
     ("small", "mechanism"),
     [(small, "infsa_pure") for small in CAUSAL] + [(NAMES["Llama, grouped keys"], "infsa_linear")],
-    ids=str,
+    ids=lambda value: getattr(value, "name", value),
 )
 @torch.no_grad()
 def test_no_token_feels_a_later_one(small, mechanism):
