@@ -192,8 +192,9 @@ def _lines(result: dict[str, Any], rows: Rows, x: str, x_label: str, y_label: st
     modes = [mode for mode in result["settings"]["modes"] if any(row["mode"] == mode for row in rows)]
     if not modes or len({row[x] for row in rows}) < 2:
         return None
-    figure, panels = _panels(5.4 * len(modes), 4.2, len(modes), f"batch {rows[0]['batch']}; {_where(result)}")
     colors = _colors(result)
+    width = 5.4 if len(colors) <= 6 else 8
+    figure, panels = _panels(width * len(modes), 4.2, len(modes), f"batch {rows[0]['batch']}; {_where(result)}")
     for axes, mode in zip(panels, modes, strict=True):
         for model, color in colors.items():
             mine = sorted((r for r in rows if (r["mode"], r["model"]) == (mode, model)), key=lambda r: r[x])
@@ -218,5 +219,8 @@ def _lines(result: dict[str, Any], rows: Rows, x: str, x_label: str, y_label: st
         axes.minorticks_off()
         _plain_ticks(axes.yaxis)
         axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+        if len(colors) > 6:  # beside the lines, not over them
+            axes.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+        else:
+            axes.legend(frameon=False)
     return figure
