@@ -18,7 +18,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224 with qk_norm": {"img_size": 32, "qk_norm": True, "scale_attn_norm": True},
     "eva02_tiny_patch14_224": {"img_size": 28},
     "beit_base_patch16_224": {"img_size": 32, "embed_dim": 96, "num_heads": 3},
-    "swin_tiny_patch4_window7_224": {"img_size": 56, "depths": (2,), "embed_dim": 24, "num_heads": (3,)},
+    "swin_tiny_patch4_window7_224": {
+        "img_size": 56,
+        "depths": (2,),
+        "embed_dim": 24,
+        "num_heads": (3,),
+        "drop_path_rate": 0.0,
+    },
 }
 BIASED = {"beit_base_patch16_224", "swin_tiny_patch4_window7_224"}  # by relative position
 NAFLEX = "naflexvit_base_patch16_gap"
@@ -71,11 +77,7 @@ def subjects() -> list[Subject]:
                 linear=name not in BIASED,
             )
         )
-    return [*found, Subject("timm", NAFLEX, partial(build, NAFLEX), naflex, padding=_with_and_without)]
-
-
-def _with_and_without(model: nn.Module) -> tuple[Tensor, Tensor]:
-    return naflex(model), naflex(model, padding=3)
+    return found
 
 
 def _call(name: str, model: nn.Module) -> Tensor:
