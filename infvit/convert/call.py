@@ -70,7 +70,7 @@ def read_call(
     k = repeat_heads(k, q)
     pairs = mask
     if mask is not None and mask.is_floating_point():
-        pairs = mask > EXCLUDED
+        pairs = ~(mask <= EXCLUDED)  # NaN takes part, and is seen
         finite = torch.where(pairs, mask, mask.new_zeros(()))
         if core.capabilities.bias:
             bias = finite if bias is None else bias + finite
@@ -129,7 +129,7 @@ def is_causal_mask(mask: Tensor) -> bool:
     if torch.compiler.is_compiling():
         raise ConfigError("a compiled model must be told whether its mask is causal: pass is_causal=True or "
                           "tgt_is_causal=True beside the mask, or no mask.")  # fmt: skip
-    allowed = mask > EXCLUDED if mask.is_floating_point() else mask
+    allowed = ~(mask <= EXCLUDED) if mask.is_floating_point() else mask
     return not bool(allowed.triu(1).any())
 
 

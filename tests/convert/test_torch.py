@@ -276,3 +276,13 @@ def test_a_subclass_with_its_own_forward_is_refused_by_name():
 
     with pytest.raises(ConfigError, match=r"Odd.*subclass"):
         infvit.convert(nn.Sequential(Odd(8, 2)))
+
+
+def test_nan_in_a_mask_is_not_an_exclusion():
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True).eval(), torch.randn(1, 5, 8)
+    mask = torch.zeros(5, 5)
+    mask[1, 2] = float("nan")
+    out, _ = infvit.convert(attention, "infsa_pure")(x, x, x, attn_mask=mask, need_weights=False)
+    assert out.isnan().any()
+    with pytest.raises(ConfigError, match="adds one that is not 0"):
+        infvit.convert(attention, "infsa_linear")(x, x, x, attn_mask=mask)
