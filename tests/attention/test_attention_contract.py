@@ -13,6 +13,7 @@ from infvit.attention import (
     list_mechanisms,
     register_mechanism,
 )
+from infvit.attention.linear import linear_infsa_weights
 from infvit.models.infvit import PEERS
 from infvit.testing import __main__ as command
 
@@ -77,6 +78,10 @@ class HalfDtype(SoftmaxAttention):
 
 class HalfSums(LinearInfSA):
     upcasts = False
+
+    def mix(self, q, k, v, mask):
+        weights = linear_infsa_weights(q * self.scale, k * self.scale, self.phi, mask)
+        return (self.decay().to(v.dtype) * (weights @ v)).expand(-1, -1, q.shape[-2], -1)
 
 
 class HidesNaN(LinearInfSA):
