@@ -90,7 +90,7 @@ def read_padding(core: Mechanism, keys: Tensor) -> tuple[Tensor, Tensor | None]:
     """
     if not keys.is_floating_point():
         return keys, None
-    real = keys > EXCLUDED
+    real = ~(keys <= EXCLUDED)
     bias = torch.where(real, keys, keys.new_zeros(()))[:, None, None]
     if not core.capabilities.bias:
         refuse_bias(bias, core.name)
