@@ -22,8 +22,8 @@ def subjects() -> list[Subject]:
         _sequences("TransformerDecoder", lambda: _Decoder(sizes), True),
         _sequences("a hand-written block", lambda: _Block(), True),
         _images("vit_b_16", lambda: VisionTransformer(32, 8, 2, HEADS, WIDTH, 32, num_classes=5)),
-        _images("swin_t", partial(_swin, ""), head_dim=8, excluded=-50.0, linear=False),
-        _images("swin_v2_t", partial(_swin, "V2"), head_dim=8, excluded=-50.0, linear=False),
+        _images("swin_t", partial(swin, ""), head_dim=8, excluded=-50.0, linear=False),
+        _images("swin_v2_t", partial(swin, "V2"), head_dim=8, excluded=-50.0, linear=False),
     ]
 
 
@@ -94,7 +94,8 @@ def _images(name: str, build: Callable[[], nn.Module], **options: Any) -> Subjec
     return Subject("torchvision", name, partial(_filled, build), call, **options)
 
 
-def _swin(version: str) -> nn.Module:
+def swin(version: str) -> nn.Module:
+    """Returns a small Swin Transformer of torchvision; the version is "" or "V2"."""
     return swin_transformer.SwinTransformer(
         [4, 4],
         8,

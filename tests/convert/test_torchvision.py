@@ -10,6 +10,7 @@ from torchvision.models import swin_transformer
 import infvit
 from infvit.errors import ConfigError
 from infvit.testing.conversion import Formula
+from infvit.testing.converted_torch import swin
 
 
 def filled(model: nn.Module) -> nn.Module:
@@ -19,24 +20,8 @@ def filled(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def swin(version: str) -> nn.Module:
-    block, merging = {
-        "v1": (swin_transformer.SwinTransformerBlock, swin_transformer.PatchMerging),
-        "v2": (swin_transformer.SwinTransformerBlockV2, swin_transformer.PatchMergingV2),
-    }[version]
-    return filled(
-        swin_transformer.SwinTransformer(
-            [4, 4],
-            8,
-            [2, 2],
-            [1, 2],
-            [4, 4],
-            num_classes=5,
-            stochastic_depth_prob=0.0,
-            block=block,
-            downsample_layer=merging,
-        )
-    )
+def small_swin(version: str) -> nn.Module:
+    return filled(swin(version))
 
 
 def images(height: int, width: int) -> torch.Tensor:
@@ -44,10 +29,10 @@ def images(height: int, width: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "abs"])
-@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("version", ["", "V2"])
 @pytest.mark.parametrize("size", [(32, 32), (40, 56)])  # of whole windows, and padded to them
 def test_swin_is_the_formula(version, size, activation):
-    plain, x = swin(version), images(*size)
+    plain, x = small_swin(version), images(*size)
     converted = infvit.convert(plain, activation=activation)
     assert len(converted.conversion_report.converted) == 4
     with Formula("infsa_pure", head_dim=8, activation=activation, excluded=-50) as formula:
@@ -61,10 +46,10 @@ def test_swin_is_the_formula(version, size, activation):
         assert_close(infvit.revert(converted)(x), plain.eval()(x))
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize("version", ["", "V2"])
 def test_linear_refuses_the_position_bias_of_swin_by_name(version):
     with pytest.raises(ConfigError, match=r"(?s)features\.1\.0\.attn.*bias"):
-        infvit.convert(swin(version), "infsa_linear")
+        infvit.convert(small_swin(version), "infsa_linear")
 
 
 @pytest.mark.parametrize("name", ["infsa_pure", "infsa_linear"])
