@@ -34,15 +34,22 @@ def pure_infsa_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mas
     Returns:
         A, (B, H, M, N).
     """
-    scores = q @ k.transpose(-2, -1)
-    if mask.bias is not None:
-        scores = scores + mask.bias.to(scores.dtype) * q.shape[-1] ** -0.5
-    scores = phi(scores)
-    allowed = mask.allowed(q.shape[-2], k.shape[-2], q.device)
-    if allowed is not None:
-        # By selection: adding -inf before phi would give NaN under GELU.
-        scores = torch.where(allowed, scores, scores.new_zeros(()))
+    scores = activated_scores(q, k, phi, mask.bias, mask.allowed(q.shape[-2], k.shape[-2], q.device))
     return scores / (_norms(scores, mask) + EPS)
+
+
+def activated_scores(
+    q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], bias: Tensor | None, allowed: Tensor | None
+) -> Tensor:
+    """Returns phi(S), (B, H, M, N), 0 where a pair is not allowed; q and k scaled, `bias` of the logits not."""
+    scores = q @ k.transpose(-2, -1)
+    if bias is not None:
+        scores = scores + bias.to(scores.dtype) * q.shape[-1] ** -0.5
+    scores = phi(scores)
+    if allowed is None:
+        return scores
+    # By selection: adding -inf before phi would give NaN under GELU.
+    return torch.where(allowed, scores, scores.new_zeros(()))
 
 
 def _norms(scores: Tensor, mask: Mask) -> Tensor:
@@ -50,7 +57,7 @@ def _norms(scores: Tensor, mask: Mask) -> Tensor:
     in_order = mask.causal or mask.ordered
     if not in_order and (mask.pairs is None or scores.shape[-2] != scores.shape[-1]):
         return torch.linalg.vector_norm(scores, dim=(-2, -1), keepdim=True)
-    running = _safe_sqrt(torch.linalg.vector_norm(scores, dim=-1, keepdim=True).square().cumsum(-2))
+    running = safe_sqrt(torch.linalg.vector_norm(scores, dim=-1, keepdim=True).square().cumsum(-2))
     if in_order:
         return running
     assert mask.pairs is not None
@@ -58,7 +65,7 @@ def _norms(scores: Tensor, mask: Mask) -> Tensor:
     return torch.where(earlier & ~later, running, running[..., -1:, :])  # by selection: a graph cannot look at values
 
 
-def _safe_sqrt(x: Tensor) -> Tensor:
+def safe_sqrt(x: Tensor) -> Tensor:
     """Square root whose gradient at 0 is 0, as that of `vector_norm` is, instead of infinite. NaN stays NaN."""
     zero = x == 0
     return torch.where(zero, x.new_ones(()), x).sqrt().masked_fill(zero, 0.0)

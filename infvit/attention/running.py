@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from infvit.attention.infsa import EPS
 from infvit.attention.kernels.pure_op import pure_infsa_op
 from infvit.attention.mechanism import Mask, full_precision, zero_padded
-from infvit.attention.pure import PureInfSA, choose_path
+from infvit.attention.pure import PureInfSA, activated_scores, choose_path, safe_sqrt
 
 
 class Piece(NamedTuple):
@@ -62,17 +62,14 @@ def continue_pure(
             squares = norms.square()
         else:
             inputs = q.to(compute), k.to(compute), v.to(compute)
-            scores = (inputs[0] * core.scale) @ (inputs[1] * core.scale).mT
-            if mask.bias is not None:
-                scores = scores + mask.bias.to(compute) * core.scale
             allowed = mask.allowed(queries, keys, q.device)
             if mask.pairs is None:
                 seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
                 allowed = seen if allowed is None else allowed & seen
             assert allowed is not None
-            scores = torch.where(allowed, core.phi(scores), scores.new_zeros(()))
+            scores = activated_scores(inputs[0] * core.scale, inputs[1] * core.scale, core.phi, mask.bias, allowed)
             squares = _running(scores.square().sum(-1), None if mask.pairs is None else allowed, past)
-            weights = scores / (_root(squares)[..., None] + EPS)
+            weights = scores / (safe_sqrt(squares)[..., None] + EPS)
             out = F.dropout(weights, dropout) @ inputs[2]
             matrix = core.decay() * weights if need_matrix else None
         out = (core.decay() * out).to(v.dtype)
@@ -88,8 +85,3 @@ def _running(rows: Tensor, allowed: Tensor | None, past: Tensor | None) -> Tenso
     together = (document[..., :, None] == document[..., None, :]).tril()
     total = (together.to(rows.dtype) @ rows[..., None])[..., 0]
     return total if past is None else total + torch.where(document == 0, past[..., None], 0)
-
-
-def _root(x: Tensor) -> Tensor:
-    """Square root whose gradient at 0 is 0."""
-    return torch.where(x == 0, 0, torch.where(x == 0, 1, x).sqrt())

@@ -70,7 +70,7 @@ def read_call(
     k = repeat_heads(k, q)
     pairs = mask
     if mask is not None and mask.is_floating_point():
-        pairs = ~(mask <= EXCLUDED)  # NaN takes part, and is seen
+        pairs = takes_part(mask)
         finite = torch.where(pairs, mask, mask.new_zeros(()))
         if core.capabilities.bias:
             bias = finite if bias is None else bias + finite
@@ -79,6 +79,14 @@ def read_call(
     if pairs is not None and not core.capabilities.pairwise:
         pairs, keys, queries, causal = _without_pairs(core, pairs, q, k, keys, queries, causal)
     return q, k, Mask(keys=keys, queries=queries, pairs=pairs, causal=causal, bias=bias, ordered=ordered)
+
+
+def takes_part(mask: Tensor) -> Tensor:
+    """Returns which entries of a mask, boolean (True: takes part) or added to the logits, take part.
+
+    NaN does: it must be seen in the output, not hidden.
+    """
+    return ~(mask <= EXCLUDED) if mask.is_floating_point() else mask
 
 
 def read_padding(core: Mechanism, keys: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +98,7 @@ def read_padding(core: Mechanism, keys: Tensor) -> tuple[Tensor, Tensor | None]:
     """
     if not keys.is_floating_point():
         return keys, None
-    real = ~(keys <= EXCLUDED)
+    real = takes_part(keys)
     bias = torch.where(real, keys, keys.new_zeros(()))[:, None, None]
     if not core.capabilities.bias:
         refuse_bias(bias, core.name)
@@ -129,8 +137,7 @@ def is_causal_mask(mask: Tensor) -> bool:
     if torch.compiler.is_compiling():
         raise ConfigError("a compiled model must be told whether its mask is causal: pass is_causal=True or "
                           "tgt_is_causal=True beside the mask, or no mask.")  # fmt: skip
-    allowed = ~(mask <= EXCLUDED) if mask.is_floating_point() else mask
-    return not bool(allowed.triu(1).any())
+    return not bool(takes_part(mask).triu(1).any())
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infvit.convert.call import EXCLUDED, attend, attention_weights, is_causal_mask, read_padding
+from infvit.convert.call import attend, attention_weights, is_causal_mask, read_padding, takes_part
 from infvit.convert.site import Converted, Library, Site
 from infvit.errors import ConfigError
 
@@ -260,7 +260,7 @@ def settle(model: nn.Module) -> None:
 
 def _allowed(mask: Tensor) -> Tensor:
     """Returns where one of torch's masks, in which True and -inf exclude, lets something take part."""
-    return mask > EXCLUDED if mask.is_floating_point() else ~mask.bool()
+    return takes_part(mask if mask.is_floating_point() else ~mask.bool())
 
 
 LIBRARY = Library("torch (nn.MultiheadAttention)", find, settle)

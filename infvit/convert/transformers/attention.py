@@ -19,7 +19,7 @@ from infvit.attention import Mechanism
 from infvit.attention.pure import PureInfSA
 from infvit.attention.running import continue_pure
 from infvit.attention.softmax import SoftmaxAttention
-from infvit.convert.call import EXCLUDED, attend, attention_weights, read_call
+from infvit.convert.call import attend, attention_weights, read_call, takes_part
 from infvit.convert.transformers.cache import cached_layer, keep_squares, past_squares
 from infvit.errors import ConfigError
 
@@ -146,8 +146,7 @@ def _masks(mask: Tensor | None, q: Tensor, k: Tensor, cross: bool = False) -> di
     if mask.ndim == 2 and mask.dtype == torch.bool:  # the real tokens of a plain causal pattern
         mask = mask[:, None, None]
     mask = mask[(None,) * (4 - mask.ndim)]
-    seen = mask if mask.dtype == torch.bool else mask > EXCLUDED
-    real = seen.any(-2).any(1).expand(batch, tokens)
+    real = takes_part(mask).any(-2).any(1).expand(batch, tokens)
     queries = None if cross else real[:, tokens - new :]
     if mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1:  # the same keys for every query
         return {"mask": None, "keys": real, "queries": queries}
