@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from infvit.evaluation.efficiency import RESULT
 from infvit.metrics.growth import exponent
 from infvit.reports.efficiency_figures import draw_all
 from infvit.reports.published import EFFICIENCY, EFFICIENCY_HARDWARE, SOURCE
+from infvit.reports.tables import significant
 
 PLAIN = (
     *("scope", "model", "mode", "resolution", "batch", "tokens", "parameters", "flops", "flops_formula"),
@@ -151,14 +151,19 @@ def _main_table(result: dict[str, Any]) -> str:
         latency = row["latency"]
         shown = row["failed"] or "-"
         if latency:
-            low, high = _short(latency["low_ms"]), _short(latency["high_ms"])
-            shown = f"{_short(latency['median_ms'])} [{low}, {high}]"
+            low, high = significant(latency["low_ms"]), significant(latency["high_ms"])
+            shown = f"{significant(latency['median_ms'])} [{low}, {high}]"
         cells = [row["model"], *([row["scope"]] if several else []), row["mode"], row["resolution"], row["batch"]]
-        cells += [row["tokens"] or "-", shown, _short(row["images_per_s"])]
-        cells += [_short(latency["first_ms"] if latency else None)] if compiled else []
+        cells += [row["tokens"] or "-", shown, significant(row["images_per_s"])]
+        cells += [significant(latency["first_ms"] if latency else None)] if compiled else []
         cells += [_ratio(row, row["speedup"][name]) for name in baselines]
         flops = None if row["flops"] is None else row["flops"] / 1e9
-        cells += [_short(row["memory_mib"]), _short(flops), _short(row["energy_j"]), _short(row["papers_convention_j"])]
+        cells += [
+            significant(row["memory_mib"]),
+            significant(flops),
+            significant(row["energy_j"]),
+            significant(row["papers_convention_j"]),
+        ]
         lines.append(_line(cells))
     return "\n".join(lines)
 
@@ -190,7 +195,7 @@ def _growth(result: dict[str, Any]) -> list[str]:
             model, mode, batch, scope = name
             growth = result["complexity"].get(model, "unknown")
             span = f"{times[name][0][0]} to {times[name][-1][0]}"
-            lines.append(_line([model, scope, mode, batch, growth, span, *(_short(b, 2) for b in fitted)]))
+            lines.append(_line([model, scope, mode, batch, growth, span, *(significant(b, 2) for b in fitted)]))
     if not lines:
         return []
     heads = ["model", "scope", "mode", "batch", "FLOPs in tokens", "tokens", "exponent of latency", "of memory"]
@@ -237,13 +242,3 @@ def to_csv(result: dict[str, Any]) -> str:
 
 def _line(cells: Sequence[Any]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _short(value: float | None, digits: int = 3) -> str:
-    """Writes a number with so many significant digits, never as a power of ten; whole digits are all kept."""
-    if value is None:
-        return "-"
-    if value == 0:
-        return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{decimals}f}"

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
 from infvit.metrics.growth import exponent
+from infvit.reports.tables import significant
 
 Rows = list[dict[str, Any]]
 MARKERS = {"linear": "o", "quadratic": "s", "unknown": "^"}
@@ -120,7 +121,7 @@ def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], colors: Seq
     axes.bar_label(bars, [shown.format(value) for value in values], padding=3)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.margins(x=0.2)
+    axes.margins(x=0.25)
 
 
 def _throughput_energy(result: dict[str, Any]) -> Figure | None:
@@ -167,11 +168,11 @@ def _depth(result: dict[str, Any]) -> Figure | None:
         for offset, layers in ((-0.2, "4"), (0.2, "24")):
             heights = [value(pair[layers]) for pair in families.values()]
             bars = axes.barh([y + offset for y in range(len(families))], heights, 0.4, label=f"{layers} layers")
-            axes.bar_label(bars, [f"{height:.3g}" for height in heights], padding=3)
+            axes.bar_label(bars, [significant(height) for height in heights], padding=3)
         axes.set_yticks(range(len(families)), list(families))
         axes.set(xlabel=label)
         axes.invert_yaxis()
-        axes.margins(x=0.2)
+        axes.margins(x=0.25)
         axes.legend(frameon=False)
     return figure
 

@@ -1,10 +1,21 @@
 """A table of measured and published figures, before it is written in one format or another."""
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 PENDING = "pending"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """Returns a number with so many significant digits, never as a power of ten; whole digits are all kept."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}"
 
 
 @dataclass(frozen=True)

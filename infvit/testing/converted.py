@@ -13,7 +13,7 @@ from infvit.convert import ConversionReport, convert
 from infvit.testing.conversion import Formula
 
 Call = Callable[[nn.Module], Tensor]
-LIBRARIES = ("torch", "timm")  # each with its models in `converted_LIBRARY.py`
+LIBRARIES = ("torch", "timm", "transformers")  # each with its models in `converted_LIBRARY.py`
 TOLERANCE = 1e-9  # of float64 through whole models
 
 

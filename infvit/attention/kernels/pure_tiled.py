@@ -9,13 +9,24 @@ Notation: L heads of all samples, M queries, N keys, D channels of q and k, E of
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-# By measurement on two Zen 5 cores with 1 MB of second-level cache each, see docs/performance.md.
-TILE = (1024, 512)  # queries, keys: long sequences are cut into equal parts of about this size
-SCORES = 2**19  # scores that are worked on at a time, per thread
+
+def second_level_cache() -> int:
+    """Returns the bytes of a core's second-level cache; 1 MB where the system does not say (other than Linux)."""
+    try:
+        return 1024 * int(Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip().removesuffix("K"))
+    except (OSError, ValueError):
+        return 2**20
+
+
+# By measurement on Zen 5 (1 MB of second-level cache a core) and Zen 3 (512 KB), see docs/performance.md: scores of
+# twice that size. Larger caches were not measured.
+SCORES = max(2**17, min(second_level_cache() // 2, 2**19))  # scores that are worked on at a time, per thread
+TILE = (SCORES // 512, 512)  # queries, keys: long sequences are cut into equal parts of about this size
 SCORES_OFF_CPU = 2**24
 
 

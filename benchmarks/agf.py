@@ -1,0 +1,34 @@
+"""AGF beside softmax, Pure and Linear InfSA on the embedded scenes: accuracy, over-smoothing, and AGF's ablations.
+
+    python benchmarks/agf.py [--seeds 0 1 2] [--epochs N] [--jobs 2] [KEY=VALUE ...]
+
+Four models of half a million parameters, three seeds each, and nine runs of two ablations with the first seed, meant to
+take under 30 minutes on two CPU cores. What is trained already, also by quality.py, is not trained again. Further
+arguments go to train.py.
+"""
+
+import time
+
+from embedded import ROOT, call, parse, print_time, sweep, train, weights
+
+MODELS = ("vit_mini", "infvit_pure_mini", "infvit_linear_mini", "agf_mini")
+ABLATIONS = ("ablation_agf_k", "ablation_agf_filter")
+
+
+def main() -> None:
+    """Trains, measures, draws and prints."""
+    options = parse(__doc__.splitlines()[0])
+    start = time.monotonic()
+    folder = (options.folder or ROOT / "runs" / "agf").resolve()
+    runs = train(options, MODELS)
+    for ablation in ABLATIONS:
+        sweep(options, folder / ablation, f"experiment={ablation}", f"seed={options.seeds[0]}")
+    first = ",".join(weights(runs[name][0]) for name in MODELS)
+    call(1, "eval.py", "eval=oversmoothing", f"runs=[{first}]", f"output='{folder}'")
+    for done in (options.runs, *(folder / ablation for ablation in ABLATIONS)):
+        call(1, "-m", "infvit.report", str(done))
+    print_time(start)
+
+
+if __name__ == "__main__":
+    main()
