@@ -15,8 +15,9 @@ from infvit.reports.runs import RunView, find_runs
 ROOT = Path(__file__).resolve().parent.parent
 SCENES = ROOT / "runs" / "scenes"
 """Where the runs of both lie: what one of the two has trained the other does not train again."""
-KEYS = ("data=digit_scenes", "data.img_size=32", "recipe=quick", "data.num_workers=0", "engine.device=cpu")
-EPOCHS = 12
+KEYS = ("data=digit_scenes", "data.img_size=32", "recipe=quick", "recipe.ema_decay=null", "engine.eval_every=4",
+        "data.num_workers=0", "engine.device=cpu")  # fmt: skip
+EPOCHS = 10
 
 
 def parse(description: str) -> argparse.Namespace:

@@ -173,5 +173,6 @@ def _without_pairs(
                 return None, keys, queries, True
     raise ConfigError(
         f"attention mechanism {core.name!r} does not support masks over single query-key pairs (padding and causal "
-        "masks aside, which must be told as such where the model is compiled: is_causal=True). Convert to infsa_pure."
+        "masks aside, which must be told as such where the model is compiled: is_causal=True, or attention_mask for a "
+        "language model of transformers, which may else be given several texts in one). Convert to infsa_pure."
     )

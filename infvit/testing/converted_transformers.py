@@ -75,19 +75,23 @@ class Small:
     def subject(self) -> Subject:
         """Returns it as one of the table of converted models."""
         text = self.inputs != "images"
+        given = {**self.call(), **self._uncached()}  # made here: torch.compile cannot trace a generator of numbers
         return Subject(
             library="transformers",
             name=self.name,
             build=self._reached,
-            call=lambda model: outputs(model, **self.call(), **self._uncached()),
+            call=lambda model: outputs(model, **given),
             linear=self.linear,
             causal=self._earlier if self.inputs == "causal" else None,
             padding=self._padded if text else None,
             formula=FusedFormula,
         )
 
-    def _uncached(self) -> dict[str, bool]:
-        return {"use_cache": False} if self.inputs == "causal" else {}
+    def _uncached(self) -> dict[str, Any]:
+        """Without cache; with a mask, as tokenizers give it: compiled without one, it could hold several texts."""
+        if self.inputs != "causal":
+            return {}
+        return {"use_cache": False, "attention_mask": torch.ones_like(self.call()["input_ids"])}
 
     def _reached(self) -> nn.Module:
         """Builds the model; parameters that its outputs do not depend on, as those of an unused pooler, are frozen."""
