@@ -5,7 +5,7 @@ RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
 
-.PHONY: train test lint mutants faults quality bench docs clean
+.PHONY: train test lint mutants faults quality agf bench docs clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -31,6 +31,9 @@ faults: $(READY) ## kill real runs everywhere and compare; ARGS="-k worker" for 
 
 quality: $(READY) ## attention quality of softmax, Pure and Linear on embedded data: 9 small runs and a table
 	$(RUN)/python benchmarks/quality.py $(ARGS)
+
+agf: $(READY) ## AGF beside softmax, Pure and Linear on embedded data, with its ablations: 21 small runs, tables, a figure
+	$(RUN)/python benchmarks/agf.py $(ARGS)
 
 bench: $(READY)
 	$(RUN)/python benchmarks/attention.py

@@ -15,8 +15,8 @@ from infvit.reports.runs import RunView, find_runs
 ROOT = Path(__file__).resolve().parent.parent
 SCENES = ROOT / "runs" / "scenes"
 """Where the runs of both lie: what one of the two has trained the other does not train again."""
-KEYS = ("data=digit_scenes", "data.img_size=32", "recipe=quick", "recipe.ema_decay=null", "engine.eval_every=4",
-        "data.num_workers=0", "engine.device=cpu")  # fmt: skip
+KEYS = ("recipe=quick", "recipe.ema_decay=null", "engine.eval_every=4", "data.num_workers=0", "engine.device=cpu")
+SCENE_KEYS = ("data=digit_scenes", "data.img_size=32")
 EPOCHS = 10
 
 
@@ -52,8 +52,7 @@ def call_each(jobs: int, commands: Sequence[Sequence[str]]) -> None:
 def sweep(options: argparse.Namespace, folder: Path, *keys: str) -> None:
     """Trains what a sweep asks for, as far as it is not trained yet."""
     launcher = ["hydra/launcher=joblib", f"hydra.launcher.n_jobs={options.jobs}"] if options.jobs > 1 else []
-    call(options.jobs, "train.py", "-m", f"hydra.sweep.dir={folder}", *launcher, *KEYS, f"epochs={options.epochs}",
-         *keys, *options.keys)  # fmt: skip
+    call(options.jobs, "train.py", "-m", f"hydra.sweep.dir={folder}", *launcher, *KEYS, *keys, *options.keys)
 
 
 def train(options: argparse.Namespace, models: Sequence[str]) -> dict[str, list[RunView]]:
@@ -62,7 +61,8 @@ def train(options: argparse.Namespace, models: Sequence[str]) -> dict[str, list[
     Returns:
         The runs of each model, in the order of the seeds.
     """
-    sweep(options, options.runs, f"model={','.join(models)}", f"seed={','.join(map(str, options.seeds))}")
+    seeds = ",".join(map(str, options.seeds))
+    sweep(options, options.runs, f"model={','.join(models)}", f"seed={seeds}", f"epochs={options.epochs}", *SCENE_KEYS)
     done = sorted(
         (run for run in find_runs(options.runs) if run.state == "done" and run.seed in options.seeds),
         key=lambda run: options.seeds.index(run.seed),
