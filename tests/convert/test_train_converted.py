@@ -25,7 +25,6 @@ from infvit.models.build import build_model
 from infvit.models.weights import load_weights
 from infvit.reports import card
 
-
 SIZES = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 MODEL = {"name": "vit_tiny_patch16_224", "convert": "infsa_linear", "gamma": 0.6, "args": SIZES}
 
