@@ -140,6 +140,7 @@ def run_job(cfg: DictConfig, schema: type[C], job: Callable[[C], Any]) -> int:
 def _show(error: BaseException, debug: bool) -> int:
     """Shows why a job ended, on stderr, and returns its exit code."""
     if isinstance(error, KeyboardInterrupt):
+        _tell("interrupted by Ctrl-C")
         return 130
     if isinstance(error, Interrupted | UserError):
         if debug and not isinstance(error, Interrupted):

@@ -10,7 +10,15 @@ from torch.nn import functional as F
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
 from infvit.attention.kernels.linear_pool import linear_pool
-from infvit.attention.mechanism import NO_MASK, Capabilities, Mask, Projections, full_precision, zero_padded
+from infvit.attention.mechanism import (
+    NO_MASK,
+    Capabilities,
+    Mask,
+    Projections,
+    full_precision,
+    in_forward_mode,
+    zero_padded,
+)
 
 
 def normalised(weights: Tensor, dim: int) -> Tensor:
@@ -163,7 +171,8 @@ class LinearInfSA(InfSA):
         with full_precision(x) as compute:
             x, weight = x.to(dtype), weights.q.to(dtype)
             bias = None if weights.q_bias is None else weights.q_bias.to(dtype)
-            if self.fused and weights.k is None and not (torch.compiler.is_exporting() or torch.jit.is_tracing()):
+            leaves = torch.compiler.is_exporting() or torch.jit.is_tracing()
+            if self.fused and weights.k is None and not leaves and not in_forward_mode():
                 pooled, total = linear_pool(x, weight, bias, mask.keys, self.num_heads, self.activation)
             else:
                 pooled, total = self._pool(x.to(compute), F.linear(x, weight, bias).to(compute), weights, mask)

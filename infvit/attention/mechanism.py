@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from infvit.errors import ConfigError, did_you_mean
 
@@ -294,6 +295,11 @@ def full_precision(x: Tensor) -> Iterator[torch.dtype]:
     available = torch.amp.is_autocast_available(x.device.type)  # not on the meta device
     with torch.autocast(x.device.type, enabled=False) if available else nullcontext():
         yield torch.promote_types(x.dtype, torch.float32)
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken (`torch.func.jvp`): a custom operator would give 0 for them."""
+    return not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0
 
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
 from infvit.attention.kernels.pure_op import pure_infsa_op
-from infvit.attention.mechanism import NO_MASK, Capabilities, Mask, full_precision, zero_padded
+from infvit.attention.mechanism import NO_MASK, Capabilities, Mask, full_precision, in_forward_mode, zero_padded
 from infvit.errors import ConfigError
 
 PATHS = ("plain", "tiled", "triton")
@@ -35,7 +35,7 @@ def pure_infsa_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mas
         A, (B, H, M, N).
     """
     scores = activated_scores(q, k, phi, mask.bias, mask.allowed(q.shape[-2], k.shape[-2], q.device))
-    return scores / (_norms(scores, mask) + EPS)
+    return scores / (without_overflow(_norms(scores, mask)) + EPS)
 
 
 def activated_scores(
@@ -63,6 +63,11 @@ def _norms(scores: Tensor, mask: Mask) -> Tensor:
     assert mask.pairs is not None
     later, earlier = (x.any(-1, keepdim=True).any(-2, keepdim=True) for x in (mask.pairs.triu(1), mask.pairs.tril(-1)))
     return torch.where(earlier & ~later, running, running[..., -1:, :])  # by selection: a graph cannot look at values
+
+
+def without_overflow(norms: Tensor) -> Tensor:
+    """Returns norms with NaN for infinity: divided by infinity, scores that overflowed would silently become 0."""
+    return norms.masked_fill(norms.isinf(), float("nan"))
 
 
 def safe_sqrt(x: Tensor) -> Tensor:
@@ -117,11 +122,13 @@ def pure_infsa(
         path: plain, tiled or triton; None takes what `choose_path` says.
 
     Returns:
-        The output, (B, H, M, E), in the dtype of v. Zero at padded queries. Sums are made in at least float32.
+        The output, (B, H, M, E), in the dtype of v. Zero at padded queries. Sums are made in at least float32; NaN in
+        a head whose norm is beyond its range.
 
     Raises:
-        ConfigError: unknown activation or path, or a path that cannot do what is asked.
+        ConfigError: unknown activation or path, a path that cannot do what is asked, or shapes that do not fit.
     """
+    _check_shapes(q, k, v)
     phi, scale = get_activation(activation), q.shape[-1] ** -0.5
     if path is None:
         path = choose_path(q, v, mask, dropout)
@@ -141,7 +148,7 @@ def pure_infsa(
 
 def choose_path(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """Returns how `pure_infsa` computes: `plain` where only that works, else `triton` where it runs, else `tiled`."""
-    if dropout > 0 or _over_pairs(mask):
+    if dropout > 0 or _over_pairs(mask) or in_forward_mode():
         return "plain"
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return "plain"  # a file for runtimes that do not know our operator
@@ -152,6 +159,15 @@ def choose_path(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
 @torch.compiler.assume_constant_result
 def _runs_triton(device: torch.device) -> bool:
     return TRITON and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    fits = all(len(shape) == 4 and shape[:2] == shapes[0][:2] for shape in shapes)
+    if not fits or k.shape[2] != v.shape[2] or q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ConfigError(f"pure_infsa takes q (B, H, M, D), k (B, H, N, D), v (B, H, N, E), D > 0; got {shapes}.")
+    if not all(x.is_floating_point() for x in (q, k, v)):
+        raise ConfigError(f"pure_infsa takes floating-point tensors, not {[x.dtype for x in (q, k, v)]}.")
 
 
 def _over_pairs(mask: Mask) -> bool:
@@ -165,6 +181,8 @@ def _check_path(path: str, q: Tensor, v: Tensor, mask: Mask, dropout: float) -> 
         return
     if dropout > 0 or _over_pairs(mask):
         raise ConfigError(f"path={path!r} supports neither dropout nor masks over single pairs; use path='plain'.")
+    if in_forward_mode():
+        raise ConfigError(f"path={path!r} has no forward-mode derivative (torch.func.jvp); use path='plain'.")
     if path == "triton" and (q.dtype not in TRITON_DTYPES or max(q.shape[-1], v.shape[-1]) > TRITON_CHANNELS):
         raise ConfigError(f"path='triton' takes up to {TRITON_CHANNELS} channels in float32, float16 or bfloat16, not "
                           f"{max(q.shape[-1], v.shape[-1])} in {q.dtype}; use path='tiled'.")  # fmt: skip

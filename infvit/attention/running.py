@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from infvit.attention.infsa import EPS
 from infvit.attention.kernels.pure_op import pure_infsa_op
 from infvit.attention.mechanism import Mask, full_precision, zero_padded
-from infvit.attention.pure import PureInfSA, activated_scores, choose_path, safe_sqrt
+from infvit.attention.pure import PureInfSA, activated_scores, choose_path, safe_sqrt, without_overflow
 
 
 class Piece(NamedTuple):
@@ -69,7 +69,7 @@ def continue_pure(
             assert allowed is not None
             scores = activated_scores(inputs[0] * core.scale, inputs[1] * core.scale, core.phi, mask.bias, allowed)
             squares = _running(scores.square().sum(-1), None if mask.pairs is None else allowed, past)
-            weights = scores / (safe_sqrt(squares)[..., None] + EPS)
+            weights = scores / (without_overflow(safe_sqrt(squares))[..., None] + EPS)
             out = F.dropout(weights, dropout) @ inputs[2]
             matrix = core.decay() * weights if need_matrix else None
         out = (core.decay() * out).to(v.dtype)

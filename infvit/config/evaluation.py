@@ -38,7 +38,11 @@ class EfficiencyConfig:
             require(len(values) > 0, f"efficiency.{name}=[] measures nothing; allowed: {', '.join(allowed)}.")
             for value in values:
                 require(value in allowed, f"efficiency.{name}: {value!r} must be one of {', '.join(allowed)}.")
-        require(bool(self.batch_sizes) and min(self.batch_sizes) >= 1, "efficiency.batch_sizes must be at least 1.")
+        require(len(self.batch_sizes) > 0, "efficiency.batch_sizes=[] measures nothing.")
+        require(min(self.batch_sizes) >= 1, f"efficiency.batch_sizes={self.batch_sizes} must be at least 1.")
+        for name in ("modes", "scopes", "batch_sizes", "baselines"):
+            values = getattr(self, name)
+            require(len(set(values)) == len(values), f"efficiency.{name}={values} names one twice.")
         require_range(self, "efficiency.", "rounds threads highest highest_step", 1)
         require_range(self, "efficiency.", "warmup seconds energy_seconds", 0)
         for name in ("worker_minutes", "inference_watts", "training_watts", "memory_limit_gib"):
@@ -135,6 +139,11 @@ class EvalConfig:
             require(measures or not values, f"{name}=... is for eval=efficiency; leave it out.")
             require(bool(values) or not measures, f"eval=efficiency needs {name}=[...].")
             require(len(set(values)) == len(values), f"{name}={values} names one twice.")
+        require(min(self.resolutions, default=1) >= 1, f"resolutions={self.resolutions} must be at least 1 pixel.")
+        require(
+            not measures or self.batch_size == type(self).batch_size,
+            f"batch_size={self.batch_size} is not for eval=efficiency: efficiency.batch_sizes=[{self.batch_size}].",
+        )
         highest = self.efficiency.highest
         require(
             not measures or highest is None or highest >= min(self.resolutions),

@@ -10,7 +10,8 @@ from typing import Any
 
 from infvit.engine.record import replace_text
 from infvit.errors import UserError
-from infvit.evaluation.efficiency import RESULT
+from infvit.evaluation.efficiency import FORMAT, RESULT
+from infvit.evaluation.efficiency.check import NO_REFERENCE, RIGHT
 from infvit.metrics.growth import exponent
 from infvit.reports.efficiency_figures import draw_all
 from infvit.reports.published import EFFICIENCY, EFFICIENCY_HARDWARE, SOURCE
@@ -22,17 +23,20 @@ PLAIN = (
 )
 NOTES = """\
 Latency: median [quartiles] of one call, all models of a group called in turn in one process, warmed up and
-synchronised. Inference: weights in the precision, our models in their form for inference (`infvit.reparameterize`:
-output projections folded, last MLP on the class token only). Training: a
-whole step (forward, cross-entropy, backward, AdamW), float32 weights under autocast. Memory: highest point of a fresh
-process above what it held before the call, weights not included (training: gradients and AdamW's averages are). FLOPs:
-matrix products and convolutions of one image, 1 MAC = 2 FLOPs, counted along the path without fused kernels; training:
-forward and backward. "Paper's convention": latency x {inference_watts:g} W (training {training_watts:g} W), no
-measurement. Ratios are images per second over those of the baseline, from one process; a ratio stands only where both
-mechanisms equal their references in float64 at this size and precision (`*`: at fewer tokens, for the reference's
-memory; `+`: attention of timm, which has no reference here)."""
-
-
+synchronised. Inference: weights in the precision, our models {form}.
+Training: a whole step (forward, cross-entropy, backward, AdamW), float32 weights under autocast. Memory: highest point
+of a fresh process above what it held before the call, weights not included (training: gradients and AdamW's averages
+are; under torch.compile that of a later call, when the compiler is done). FLOPs: matrix products and convolutions of
+one image, 1 MAC = 2 FLOPs, counted along the path without fused kernels; training: forward and backward. "Paper's
+convention": latency x {inference_watts:g} W (training {training_watts:g} W), no measurement. Ratios are images per
+second over those of the baseline, from one process; a ratio stands only where both mechanisms equal their references in
+float64 at this size and precision (`*`: at fewer tokens, for the reference's memory; `+`: attention of timm, which has
+no reference here)."""
+FORMS = {
+    True: "in their form for inference\n(`infvit.reparameterize`: output projections folded, "
+    "last MLP on the class token only)",
+    False: "as they are trained (`reparameterize=false`)",
+}
 SAME_MACHINE = (
     "cpu",
     "cores",
@@ -46,7 +50,7 @@ SAME_MACHINE = (
     "timm",
     "infvit",
 )
-SAME_SETTINGS = ("precision", "compile", "inference_watts", "training_watts")
+SAME_SETTINGS = ("precision", "compile", "inference_watts", "training_watts", "reparameterize")
 
 
 def join_efficiency(folders: Sequence[Path], folder: Path) -> str:
@@ -62,12 +66,10 @@ def join_efficiency(folders: Sequence[Path], folder: Path) -> str:
         The Markdown.
 
     Raises:
-        UserError: no result in a folder; machine, versions or precision differ; two runs measured the same.
+        UserError: no result in a folder, or a damaged one; machine, versions or precision differ; two runs measured
+            the same.
     """
-    missing = [str(one) for one in folders if not (one / RESULT).is_file()]
-    if missing:
-        raise UserError(f"no {RESULT} of eval=efficiency in {', '.join(missing)}.")
-    parts = [json.loads((one / RESULT).read_text()) for one in folders]
+    parts = [read_result(one) for one in folders]
     for part, name in (("machine", SAME_MACHINE), ("settings", SAME_SETTINGS)):
         for key in name:
             found = {str(one[part].get(key)): path for one, path in zip(parts, folders, strict=True)}
@@ -84,15 +86,42 @@ def join_efficiency(folders: Sequence[Path], folder: Path) -> str:
             raise UserError(f"measured in more than one of these runs: {', '.join(map(str, twice[0]))}. Leave one out.")
     joined = parts[0] | {kind: [row for one in parts for row in one[kind]] for kind in ("rows", "highest")}
     joined["complexity"] = {model: growth for one in parts for model, growth in one["complexity"].items()}
+    joined["to_do"] = sum(one.get("to_do", 0) for one in parts)
     for key in ("baselines", "modes"):
         joined["settings"][key] = list(dict.fromkeys(name for one in parts for name in one["settings"][key]))
     commits = {(one["machine"]["git"] or {}).get("commit"): one["machine"]["git"] for one in parts}
     joined["machine"]["more_commits"] = list(commits.values())[1:]
     for row in joined["rows"]:
         row["speedup"] = {name: row["speedup"].get(name, "not in its run") for name in joined["settings"]["baselines"]}
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--efficiency {folder} cannot be written: {error.strerror}.") from error
     replace_text(folder / RESULT, json.dumps(joined, indent=1, allow_nan=False) + "\n")
     return write_efficiency(folder)
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """Reads `efficiency.json`.
+
+    Raises:
+        UserError: there is none, it is damaged, or of another version's format.
+    """
+    path = folder / RESULT
+    if not path.is_file():
+        raise UserError(f"no {RESULT} of eval=efficiency in {folder}.")
+    try:
+        result = json.loads(path.read_text())
+        known = result["format"] == FORMAT
+        complete = all(name in row for row in result["rows"] for name in ("latency", "check", "speedup", *PLAIN))
+        complete &= all(name in result for name in ("machine", "settings", "complexity", "highest"))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); measure again.") from error
+    if not known:
+        raise UserError(f"{path} has format {result['format']}, this version reads {FORMAT}; measure again.")
+    if not complete:
+        raise UserError(f"{path} is damaged: something that every result has is missing; measure again.")
+    return dict(result)
 
 
 def write_efficiency(folder: Path) -> str:
@@ -100,8 +129,11 @@ def write_efficiency(folder: Path) -> str:
 
     Returns:
         The Markdown.
+
+    Raises:
+        UserError: see `read_result`.
     """
-    result = json.loads((folder / RESULT).read_text())
+    result = read_result(folder)
     figures = draw_all(result, folder)
     text = to_markdown(result, figures)
     replace_text(folder / "efficiency.md", text)
@@ -112,7 +144,11 @@ def write_efficiency(folder: Path) -> str:
 def to_markdown(result: dict[str, Any], figures: Sequence[str] = ()) -> str:
     """Returns all tables."""
     settings = result["settings"]
-    parts = ["# Efficiency", _machine(result["machine"], settings), _main_table(result), NOTES.format(**settings)]
+    notes = NOTES.format(**settings, form=FORMS[settings.get("reparameterize", True)])
+    parts = ["# Efficiency", _machine(result["machine"], settings)]
+    if to_do := result.get("to_do", 0):
+        parts.append(f"**Unfinished**: {to_do} of the cells and searches that were asked for are not measured yet.")
+    parts += [_main_table(result), notes]
     reasons = sorted({row["energy_reason"] for row in result["rows"] if row["energy_reason"]})
     parts += [f"Energy was not measured: {reason}." for reason in reasons]
     parts += [
@@ -172,7 +208,9 @@ def _ratio(row: dict[str, Any], ratio: float | str) -> str:
     if isinstance(ratio, str):
         return ratio
     check = row["check"]
-    mark = "+" if check["state"] == "no reference" else "*" if check["tokens"] < row["tokens"] else ""
+    if check["state"] not in (RIGHT, NO_REFERENCE):  # of a file that was changed: a ratio never stands beside it
+        return str(check["state"])
+    mark = "+" if check["state"] == NO_REFERENCE else "*" if check["tokens"] < row["tokens"] else ""
     return f"{ratio:.2f}{mark}"
 
 

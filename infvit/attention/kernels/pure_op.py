@@ -50,6 +50,7 @@ def pure_infsa_op(q: Tensor, k: Tensor, v: Tensor, activation: str, causal: bool
             product, squares = pure_tiled.forward(flat_q, flat_k, flat_v, activation, causal)
             product, squares = (x.unflatten(0, q.shape[:2]) for x in (product, squares))
         norm = (squares.cumsum(-1) if causal else squares.sum(-1, keepdim=True)).sqrt_()
+        norm.masked_fill_(norm.isinf(), float("nan"))  # not a silent 0 where the sum of squares overflows
         return product.div_((norm + EPS)[..., None]).to(v.dtype), norm
 
 

@@ -14,6 +14,7 @@ class Cell:
         resolution: image side in pixels.
         batch: images per call.
         scope: model, or attention: the attention function alone.
+        reparameterize: inference in the form for inference; false: as trained.
     """
 
     model: str
@@ -21,6 +22,7 @@ class Cell:
     resolution: int
     batch: int = 1
     scope: str = "model"
+    reparameterize: bool = True
 
 
 @dataclass(frozen=True)

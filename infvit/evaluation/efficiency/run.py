@@ -59,12 +59,14 @@ def efficiency(
     runner = runner or partial(in_a_process, minutes=asked.worker_minutes)
     groups = list(product(asked.scopes, asked.modes, config.resolutions, asked.batch_sizes))
     models = [run for model in config.models for run in runs_in(model)]
+    searches = [] if asked.highest is None else list(product(asked.modes, asked.batch_sizes, models))
     if unknown := [name for name in asked.baselines if name not in models]:
         raise ConfigError(f"efficiency.baselines: {unknown[0]} is not among models={models}.")
     patches = {model: patch_size(blueprint(model).config) for model in models}
     # All of them before the first is measured: a mistake in the last would cost hours.
+    form = config.reparameterize
     costs = {
-        (scope, mode, size, model): cost(Cell(model, mode, size, 1, scope))
+        (scope, mode, size, model): cost(Cell(model, mode, size, 1, scope, form))
         for scope, mode, size, model in product(asked.scopes, asked.modes, config.resolutions, models)
     }
     growth = {model: complexity(model, patches[model]) for model in models}
@@ -77,29 +79,33 @@ def efficiency(
         "format": FORMAT,
         "machine": describe(device, asked.threads),
         "settings": {**asdict(asked), "precision": str(select_precision(config.precision, device)).split(".")[1],
-                     "baselines": asked.baselines or models[:1], "memory_limit": settings.memory_limit},
+                     "baselines": asked.baselines or models[:1], "memory_limit": settings.memory_limit,
+                     "reparameterize": form},
         "complexity": growth,
+        "to_do": len(groups) * len(models) + len(searches),  # what a report says while it is not 0
         "rows": [],
         "highest": [],
     }  # fmt: skip
 
     def save() -> None:
         replace_text(folder / RESULT, json.dumps(result, indent=1, allow_nan=False) + "\n")
+        log.info("  in %s now; %d cells and searches to do", folder / RESULT, result["to_do"])
 
     for number, (scope, mode, size, batch) in enumerate(groups, 1):
         log.info("group %d of %d: %s, %s, %d px, batch %d", number, len(groups), scope, mode, size, batch)
-        cells = [Cell(model, mode, size, batch, scope) for model in models]
+        cells = [Cell(model, mode, size, batch, scope, form) for model in models]
         rows = _measure(cells, settings, runner)
         for cell, row in zip(cells, rows, strict=True):
             known = costs[scope, mode, size, cell.model]
             watts = asked.training_watts if mode == "training" else asked.inference_watts
             result["rows"].append(_row(cell, known, row, watts))
         _compare(result["rows"][-len(cells) :], result["settings"]["baselines"])
+        result["to_do"] -= len(cells)
         save()
-    if asked.highest is not None:
-        for mode, batch, model in product(asked.modes, asked.batch_sizes, models):
-            result["highest"].append(_highest(config, settings, runner, model, mode, batch, patches[model]))
-            save()
+    for mode, batch, model in searches:
+        result["highest"].append(_highest(config, settings, runner, model, mode, batch, patches[model]))
+        result["to_do"] -= 1
+        save()
     if report is not None:
         print(report(folder))
     log.info("written to %s", folder / RESULT)
@@ -204,7 +210,7 @@ def _highest(
     assert asked.highest is not None
 
     def fits(size: int) -> str | None:
-        found = runner(Task("memory", [Cell(model, mode, size, batch)], settings))
+        found = runner(Task("memory", [Cell(model, mode, size, batch, reparameterize=config.reparameterize)], settings))
         log.info("  %s, %s, %d px: %s", model, mode, size, found.get("failed") or "fits")
         return found.get("failed")
 

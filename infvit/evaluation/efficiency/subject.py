@@ -59,6 +59,9 @@ def runs_in(model: str) -> list[str]:
     """
     folder = Path(model)
     if not folder.is_dir() or is_run(folder):
+        path = Path(model.removesuffix(UNFUSED))
+        if len(path.parts) > 1 and not model.startswith((TIMM, "hf-hub:")) and not path.is_dir():
+            raise ConfigError(f"models: there is no folder {path}, and names of models have no slash but in timm/NAME.")
         return [model]
     runs = sorted(str(path) for path in folder.iterdir() if is_run(path))
     if not runs:
@@ -90,7 +93,7 @@ def blueprint(model: str) -> Blueprint:
 
 
 def create(cell: Cell) -> nn.Module:
-    """Builds the model of a cell, for inference with its double projections folded.
+    """Builds the model of a cell, for inference in the form for inference unless the cell says otherwise.
 
     Raises:
         ConfigError: no such model, no image of this size, or `:unfused` for a model without a fused kernel.
@@ -99,7 +102,9 @@ def create(cell: Cell) -> nn.Module:
     model, _ = build_model(plan.config, plan.num_classes, plan.in_chans, cell.resolution)
     if cell.model.endswith(UNFUSED) and not unfuse(model):
         raise ConfigError(f"models: {cell.model}: {plan.config.name} has no fused attention to switch off.")
-    return model.train() if cell.mode == "training" else reparameterize(model.eval())
+    if cell.mode == "training":
+        return model.train()
+    return reparameterize(model.eval()) if cell.reparameterize else model.eval()
 
 
 def attention_layer(model: nn.Module) -> AttentionLayer | None:

@@ -63,6 +63,8 @@ def _memory(cell: Cell, settings: Settings, device: torch.device, precision: tor
     _wake(device)
     limited = settings.memory_limit is not None and limit_memory(device, settings.memory_limit)
     subject = prepare(cell, device, precision, settings.compile)
+    if settings.compile:
+        subject.call()  # the compiler's own memory is not the model's
     peak = PeakMemory(device)
     for _ in range(2 if cell.mode == "training" else 1):  # from its second step on, training holds AdamW's averages
         subject.call()
