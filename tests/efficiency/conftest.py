@@ -4,6 +4,7 @@ import pytest
 from efficiency_doubles import BROKEN, Clock, Machine
 
 from infvit.attention import mechanism, register_mechanism
+from infvit.evaluation.efficiency import run
 
 
 @pytest.fixture
@@ -22,3 +23,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def machine() -> Machine:
     return Machine()
+
+
+@pytest.fixture
+def growth(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Spares the tests below the counting at three more sizes; `test_flops` looks at it, and the command does it."""
+    if "command" not in request.fixturenames:
+        monkeypatch.setattr(run, "complexity", lambda model, patch: "linear" if "linear" in model else "quadratic")

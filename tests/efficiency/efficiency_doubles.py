@@ -1,6 +1,8 @@
 """Wrong mechanisms for the gate, a machine that answers without measuring, and a clock that tells what it is told."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,7 +10,10 @@ from torch import Tensor
 
 from infvit.attention import PureInfSA, SoftmaxAttention
 from infvit.attention.mechanism import Mask
+from infvit.config import EfficiencyConfig, EvalConfig
+from infvit.evaluation.efficiency import run
 from infvit.evaluation.efficiency.cells import Task
+from infvit.reports.efficiency import to_markdown
 
 MODELS = ["vit_mini", "infvit_pure_mini", "infvit_linear_mini"]
 
@@ -119,3 +124,30 @@ class Machine:
 def cells_of(text: str, model: str) -> list[str]:
     """Returns the cells of a model's first row."""
     return next(line for line in text.splitlines() if line.startswith(f"| {model} |")).strip("| ").split(" | ")
+
+
+def measure(
+    folder: Path,
+    machine: Any,
+    models: list[str] = MODELS,
+    sizes: tuple[int, ...] = (32,),
+    form: bool = True,
+    **keys: Any,
+) -> dict:
+    """Measures on a machine that answers without measuring, and writes the tables, without figures."""
+    asked = EfficiencyConfig(**{"modes": ["inference"], **keys})
+    config = EvalConfig(
+        eval="efficiency", models=models, resolutions=list(sizes), device="cpu", output=str(folder), efficiency=asked,
+        reparameterize=form,
+    )  # fmt: skip
+
+    def tables(folder: Path) -> str:
+        (folder / "efficiency.md").write_text(to_markdown(json.loads((folder / "efficiency.json").read_text())))
+        return ""
+
+    return run.efficiency(config, runner=machine, report=tables)
+
+
+def row_of(result: dict, model: str, **keys: Any) -> dict:
+    (row,) = [r for r in result["rows"] if r["model"] == model and all(r[k] == v for k, v in keys.items())]
+    return row

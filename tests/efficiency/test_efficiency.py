@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from efficiency_doubles import MODELS, Machine, cells_of
+from efficiency_doubles import MODELS, Machine, cells_of, measure, row_of
 
 from infvit import report
 from infvit.config import (
@@ -27,38 +27,13 @@ from infvit.evaluation.efficiency import run, subject
 from infvit.evaluation.efficiency.cells import Cell, Task
 from infvit.evaluation.efficiency.cost import cost
 from infvit.reports.ablation import write_ablation
-from infvit.reports.efficiency import to_markdown, write_efficiency
+from infvit.reports.efficiency import write_efficiency
 from infvit.reports.runs import find_runs
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def growth(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Spares the tests below the counting at three more sizes; `test_flops` looks at it, and the command does it."""
-    if "command" not in request.fixturenames:
-        monkeypatch.setattr(run, "complexity", lambda model, patch: "linear" if "linear" in model else "quadratic")
-
-
-def measure(
-    folder: Path, machine: Any, models: list[str] = MODELS, sizes: tuple[int, ...] = (32,), **keys: Any
-) -> dict:
-    """Measures on a machine that answers without measuring, and writes the tables, without figures."""
-    asked = EfficiencyConfig(**{"modes": ["inference"], **keys})
-    config = EvalConfig(
-        eval="efficiency", models=models, resolutions=list(sizes), device="cpu", output=str(folder), efficiency=asked
-    )
-
-    def tables(folder: Path) -> str:
-        (folder / "efficiency.md").write_text(to_markdown(json.loads((folder / "efficiency.json").read_text())))
-        return ""
-
-    return run.efficiency(config, runner=machine, report=tables)
-
-
-def row_of(result: dict, model: str, **keys: Any) -> dict:
-    (row,) = [r for r in result["rows"] if r["model"] == model and all(r[k] == v for k, v in keys.items())]
-    return row
+pytestmark = pytest.mark.usefixtures("growth")
 
 
 # What is asked
@@ -338,6 +313,8 @@ def test_a_folder_without_runs(tmp_path: Path, machine: Machine) -> None:
         ({"models": ["vit_mini"] * 2, "resolutions": [32]}, "names one twice"),
         ({"models": ["vit_mini"], "resolutions": [32], "checkpoint": "x"}, "leave out checkpoint"),
         ({"eval": "accuracy", "checkpoint": "x", "models": ["vit_mini"]}, "models=... is for eval=efficiency"),
+        ({"models": ["vit_mini"], "resolutions": [32], "batch_size": 8}, r"efficiency.batch_sizes=\[8\]"),
+        ({"models": ["vit_mini"], "resolutions": [0, 32]}, r"resolutions=\[0, 32\] must be at least 1 pixel"),
         (
             {"models": ["vit_mini"], "resolutions": [64], "efficiency": EfficiencyConfig(highest=32)},
             "below the smallest",
@@ -352,7 +329,8 @@ def test_keys_that_do_not_go_together(keys: dict, message: str) -> None:
 @pytest.mark.parametrize(
     "keys",
     [{"modes": []}, {"modes": ["fast"]}, {"scopes": ["all"]}, {"batch_sizes": [0]}, {"rounds": 0}, {"warmup": -1},
-     {"memory_limit_gib": 0.0}, {"worker_minutes": 0.0}, {"training_watts": -1.0}],
+     {"memory_limit_gib": 0.0}, {"worker_minutes": 0.0}, {"training_watts": -1.0}, {"batch_sizes": []},
+     {"modes": ["training"] * 2}, {"scopes": ["model"] * 2}, {"batch_sizes": [2, 2]}, {"baselines": ["a", "a"]}],
 )  # fmt: skip
 def test_values_that_are_not_allowed(keys: dict) -> None:
     with pytest.raises(ConfigError, match=f"efficiency.{next(iter(keys))}"):
@@ -363,6 +341,7 @@ def test_values_that_are_not_allowed(keys: dict) -> None:
     ("models", "sizes", "keys", "message"),
     [
         (["vit_mini", "infvit_lienar_mini"], (32,), {}, "unknown model 'infvit_lienar_mini'. Did you mean"),
+        (["runs/nowhere"], (32,), {}, "there is no folder runs/nowhere"),
         (["vit_mini"], (32, 33), {}, "img_size=33 is not divisible by the patch size 4"),
         (["vit_mini"], (32,), {"baselines": ["vit_4l"]}, "vit_4l is not among"),
         (["timm/test_resnet:unfused"], (64,), {}, "timm/test_resnet:unfused: test_resnet has no fused attention"),

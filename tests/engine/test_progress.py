@@ -103,6 +103,8 @@ def test_profile_leaves_a_trace_and_a_table(tiny: Config, caplog: pytest.LogCapt
     assert any("aten::" in str(event.get("name")) for event in events)
     table = (folder / "profile.txt").read_text()
     assert "Self CPU" in table
+    assert "ProfilerStep" not in table
+    assert "DataLoader" not in table
     assert 10 <= len([line for line in table.splitlines() if re.search(r"\d+\.\d+%", line)]) <= 12
     assert "Profile in" in caplog.text
     train(tiny(run="off", max_steps=1))
