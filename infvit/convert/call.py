@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from infvit.attention import Mask, Mechanism
+from infvit.attention.factored import FactoredAttention
 from infvit.attention.pure import last_rows
 from infvit.errors import ConfigError
 
@@ -31,6 +32,20 @@ def attend(core: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Ten
     """
     q, k, mask = read_call(core, q, k, **call)
     return core(q, k, repeat_heads(v, q), mask)
+
+
+def follow_dropout(core: Mechanism, probability: float) -> None:
+    """Lets a mechanism drop with the probability that the library's module has now; it may have changed since.
+
+    Raises:
+        ConfigError: the mechanism has no weights to drop.
+    """
+    if core.attn_drop.p == probability:
+        return
+    if isinstance(core, FactoredAttention):
+        raise ConfigError(f"{core.name} has no weights between pairs of tokens to drop: set the model's dropout of "
+                          f"attention weights to 0, not {probability}.")  # fmt: skip
+    core.attn_drop.p = probability
 
 
 def attention_weights(core: Mechanism, q: Tensor, k: Tensor, **call: Any) -> Tensor:

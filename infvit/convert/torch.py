@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infvit.convert.call import attend, attention_weights, in_order, read_padding, takes_part
+from infvit.convert.call import attend, attention_weights, follow_dropout, in_order, read_padding, takes_part
 from infvit.convert.site import Converted, Library, Site, library_class
 from infvit.errors import ConfigError
 
@@ -72,6 +72,7 @@ class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
             is_causal = False
         call: dict[str, Any] = {"mask": mask, "keys": keys, "queries": real_queries, "causal": is_causal}
         call |= {"bias": bias, "ordered": ordered}
+        follow_dropout(self.infsa, self.dropout)
         heads = attend(self.infsa, q, k, v, **call)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
         out = (out if self.batch_first else out.transpose(0, 1)) if batched else out[0]
