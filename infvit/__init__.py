@@ -8,6 +8,7 @@ from infvit.convert import (
     infsa_attention,
     linear_infsa_scores,
     pure_infsa_scores,
+    replace_attention,
     revert,
 )
 from infvit.models import attention_maps, mixing_matrices, reparameterize
@@ -26,5 +27,6 @@ __all__ = [
     "models",
     "pure_infsa_scores",
     "reparameterize",
+    "replace_attention",
     "revert",
 ]

@@ -29,7 +29,7 @@ def pure_infsa_matrix(q: Tensor, k: Tensor, phi: Callable[[Tensor], Tensor], mas
         phi: activation, elementwise.
         mask: excluded pairs contribute 0 to the product and to the norm. Under a causal mask row i is divided by the
             norm of the block A[:i+1, :i+1] instead, so that no later token is felt through the norm either; so it is
-            where queries are `ordered`, and where `pairs` let queries see earlier keys and no later: causal, too.
+            where queries are `ordered`; and by rows up to the one that `last_rows` says where `pairs` are in order.
 
     Returns:
         A, (B, H, M, N).
@@ -55,14 +55,39 @@ def activated_scores(
 def _norms(scores: Tensor, mask: Mask) -> Tensor:
     """Returns the norm of the whole matrix, (B, H, 1, 1), or of all rows up to and including each, (B, H, M, 1)."""
     in_order = mask.causal or mask.ordered
-    if not in_order and (mask.pairs is None or scores.shape[-2] != scores.shape[-1]):
+    if not in_order and (mask.pairs is None or mask.pairs.shape[-2] == 1):
         return torch.linalg.vector_norm(scores, dim=(-2, -1), keepdim=True)
     running = safe_sqrt(torch.linalg.vector_norm(scores, dim=-1, keepdim=True).square().cumsum(-2))
     if in_order:
         return running
     assert mask.pairs is not None
-    later, earlier = (x.any(-1, keepdim=True).any(-2, keepdim=True) for x in (mask.pairs.triu(1), mask.pairs.tril(-1)))
-    return torch.where(earlier & ~later, running, running[..., -1:, :])  # by selection: a graph cannot look at values
+    return running.gather(-2, last_rows(mask.pairs)[..., None].expand_as(running))
+
+
+def last_rows(pairs: Tensor) -> Tensor:
+    """Returns up to which row the norm of each row of a mask over pairs runs.
+
+    A row may not feel rows that see a later key than it does. They come behind it, and are left out, where the last key
+    that a row sees never lies before that of an earlier row: under causal masks, whole or of blocks of tokens, of a
+    prefix and what follows, of a window, or of the last queries of a sequence. Under any other mask all rows count, and
+    so they do where a square mask is symmetric: it keeps tokens apart, but is in no order.
+
+    Args:
+        pairs: allowed pairs, (..., M, N).
+
+    Returns:
+        Indices, (..., M); M - 1: all rows.
+    """
+    rows, keys = pairs.shape[-2:]
+    index = torch.arange(max(rows, keys), dtype=torch.int32, device=pairs.device)
+    ends = (pairs * (index[:keys] + 1)).amax(-1)  # 0: sees no key, and adds nothing to a norm
+    this, other = ends[..., None], ends[..., None, :]
+    counts = (other > 0) & (other <= this)
+    in_order = ~((this > 0) & (this < other)).tril(-1).any(-1).any(-1, keepdim=True)
+    if rows == keys:
+        in_order = in_order & (pairs != pairs.mT).any(-1).any(-1, keepdim=True)
+    # By selection: a graph cannot look at values.
+    return torch.where(in_order, (counts * index[:rows]).amax(-1), rows - 1).long()
 
 
 def without_overflow(norms: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from infvit.convert.attention import InfSAAttention
 from infvit.convert.functional import infsa_attention, linear_infsa_scores, pure_infsa_scores
 from infvit.convert.report import ConversionReport
 
+replace_attention = convert  # the release's name
+
 __all__ = [
     "ConversionReport",
     "InfSAAttention",
@@ -12,5 +14,6 @@ __all__ = [
     "infsa_attention",
     "linear_infsa_scores",
     "pure_infsa_scores",
+    "replace_attention",
     "revert",
 ]

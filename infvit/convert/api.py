@@ -5,11 +5,13 @@ import sys
 import warnings
 from collections.abc import Iterable
 from copy import deepcopy
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from infvit.attention import AttentionLayer, LinearInfSA, Mechanism
 from infvit.convert import torch as torch_modules
@@ -21,6 +23,9 @@ from infvit.errors import ConfigError
 Model = TypeVar("Model", bound=nn.Module)
 Patterns = str | re.Pattern[str] | Iterable[str | re.Pattern[str]] | None
 REPORT = "conversion_report"
+PARAMETRIZED = (
+    "is parametrized, which gave it a class of its own: torch.nn.utils.parametrize.remove_parametrizations first"
+)
 LINEAR_NOTE = (
     "Linear InfSA gives every token the same output. On tasks that need one per token it fails: reversing and shifting "
     "16 symbols it scores 0.43 and 0.36 where softmax and Pure InfSA reach 1.00. Consider infsa_pure."
@@ -28,6 +33,7 @@ LINEAR_NOTE = (
 PER_TOKEN = re.compile(
     "CausalLM|MaskedLM|LMHead|ForTokenClassification|ForQuestionAnswering|ForConditionalGeneration|ObjectDetection"
     "|Detr(?!ansformer)|DETR|Segment|DepthEstimation|MaskedImageModeling|GPT|Llama|Mistral|Qwen|Gemma"
+    "|^Feature(List|Dict|Hook|Getter)Net$"  # timm's features_only=True
 )
 PER_TOKEN_PACKAGES = re.compile(r"torchvision\.models\.(detection|segmentation)")
 OPTIONAL = {
@@ -83,27 +89,31 @@ def convert(
         The model, with `conversion_report`.
 
     Raises:
-        ConfigError: nothing to convert, unknown mechanism or hyperparameter, or a model that was wrapped or compiled.
+        ConfigError: nothing to convert, unknown mechanism, hyperparameter or value, or a model that was wrapped or
+            compiled.
     """
     verbose = hyperparameters.pop("verbose", False)
+    _check_switches(
+        inplace=inplace, verbose=verbose, gamma_trainable=True if gamma_trainable is None else gamma_trainable
+    )
     named = {"mechanism": mechanism, "gamma": gamma, "gamma_trainable": gamma_trainable, "activation": activation}
     args = translate({**named, "include": include, "exclude": exclude, **hyperparameters})
     mechanism = args.pop("mechanism", "infsa_pure")
-    include, exclude = args.pop("include", None), args.pop("exclude", None)
+    include, exclude = (_patterns(name, args.pop(name, None)) for name in ("include", "exclude"))
+    types = _classes(target_types)
     cls = check_mechanism(mechanism, args)
     _check_model(model)
     if not inplace:
         model = _copied(model)
     known = libraries()
-    sites = [site for library in known for site in library.find(model)]
-    types = (target_types,) if isinstance(target_types, type) else tuple(target_types or ())
+    sites = _sites(model, known)
     converted, kept, refused = [], [], _unknown(model, sites)
     for site in sites:
         entry = Entry(site.name, library_class(site.module).__name__)
         if not _wanted(site.name, include, exclude) or (types and not issubclass(library_class(site.module), types)):
             kept.append(_noted(entry, "not asked for"))
             continue
-        if _same(site.module, cls, args):
+        if site.refusal is None and _same(site.module, cls, args):
             kept.append(_noted(entry, f"is {mechanism} already"))
             continue
         core, reason = _core(cls, site, args)
@@ -130,12 +140,14 @@ def revert(model: Model) -> Model:
     """Gives a converted model, in place, its own attention back. Weights stay as trained; the mechanisms' own go.
 
     Raises:
-        ConfigError: nothing in the model is converted.
+        ConfigError: nothing in the model is converted, or something that was is parametrized.
     """
     known = libraries()
-    sites = [
-        site for library in known for site in library.find(model) if converted_core(site.module) and not site.refusal
-    ]
+    sites = [site for site in _sites(model, known) if converted_core(site.module)]
+    for site in sites:
+        if site.refusal == PARAMETRIZED:
+            raise ConfigError(f"{site.name or 'the model'} cannot be reverted: it {PARAMETRIZED}.")
+    sites = [site for site in sites if not site.refusal]
     if not sites:
         raise ConfigError(f"nothing in {type(model).__name__} is converted.")
     for site in sites:
@@ -156,6 +168,12 @@ def per_token(model: nn.Module, sites: Iterable[Site]) -> bool:
     )
 
 
+def _sites(model: nn.Module, known: Iterable[Library]) -> list[Site]:
+    """Returns what the libraries know in a model; modules with parametrizations of their own as refused."""
+    sites = [site for library in known for site in library.find(model)]
+    return [replace(site, refusal=PARAMETRIZED) if is_parametrized(site.module) else site for site in sites]
+
+
 def _settle(model: nn.Module, known: Iterable[Library]) -> None:
     for library in known:
         if library.settle is not None:
@@ -170,6 +188,36 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(f"the model is wrapped in {parent.__name__}: convert it first, then wrap or compile it.")
 
 
+def _check_switches(**switches: Any) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be True or False.")
+
+
+def _patterns(name: str, given: Any) -> tuple[str | re.Pattern[str], ...] | None:
+    for pattern in (patterns := _listed(given)):
+        if not isinstance(pattern, str | re.Pattern):
+            raise ConfigError(
+                f"{name} takes a part of a name, a pattern or a compiled regular expression, or several of them, "
+                f"not {pattern!r}."
+            )
+    return None if given is None else patterns
+
+
+def _classes(given: Any) -> tuple[type[nn.Module], ...]:
+    for kind in (types := _listed(given)):
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise ConfigError(f"target_types takes classes of modules, not {kind!r}.")
+    return types
+
+
+def _listed(given: Any) -> tuple[Any, ...]:
+    """Returns one thing, several or none as a tuple."""
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, Iterable) and not isinstance(given, str | type) else (given,)
+
+
 def _copied(model: Model) -> Model:
     try:
         return deepcopy(model)
@@ -177,12 +225,14 @@ def _copied(model: Model) -> Model:
         raise ConfigError(f"{type(model).__name__} cannot be copied ({error}); use inplace=True.") from error
 
 
-def _wanted(name: str, include: Patterns, exclude: Patterns) -> bool:
-    return (include is None or _matches(name, include)) and not (exclude is not None and _matches(name, exclude))
+def _wanted(
+    name: str, include: tuple[str | re.Pattern[str], ...] | None, exclude: tuple[str | re.Pattern[str], ...] | None
+) -> bool:
+    return (include is None or _matches(name, include)) and not _matches(name, exclude or ())
 
 
-def _matches(name: str, patterns: Patterns) -> bool:
-    for pattern in (patterns,) if isinstance(patterns, str | re.Pattern) else tuple(patterns or ()):
+def _matches(name: str, patterns: tuple[str | re.Pattern[str], ...]) -> bool:
+    for pattern in patterns:
         if isinstance(pattern, re.Pattern):
             found = pattern.search(name) is not None
         else:

@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 
 from infvit.attention import Mask, Mechanism
+from infvit.attention.factored import FactoredAttention
+from infvit.attention.pure import last_rows
 from infvit.errors import ConfigError
 
 EXCLUDED = (
     -1e4
 )  # An additive mask at or below this excludes; softmax gives weight 0 there, and no learned bias comes near.
+SUSPICIOUS = -100.0  # Softmax gives weight 0 from here on, too; whoever hides all later keys so means to exclude them.
 
 
 def attend(core: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Tensor:
@@ -29,6 +32,20 @@ def attend(core: Mechanism, q: Tensor, k: Tensor, v: Tensor, **call: Any) -> Ten
     """
     q, k, mask = read_call(core, q, k, **call)
     return core(q, k, repeat_heads(v, q), mask)
+
+
+def follow_dropout(core: Mechanism, probability: float) -> None:
+    """Lets a mechanism drop with the probability that the library's module has now; it may have changed since.
+
+    Raises:
+        ConfigError: the mechanism has no weights to drop.
+    """
+    if core.attn_drop.p == probability:
+        return
+    if isinstance(core, FactoredAttention):
+        raise ConfigError(f"{core.name} has no weights between pairs of tokens to drop: set the model's dropout of "
+                          f"attention weights to 0, not {probability}.")  # fmt: skip
+    core.attn_drop.p = probability
 
 
 def attention_weights(core: Mechanism, q: Tensor, k: Tensor, **call: Any) -> Tensor:
@@ -57,12 +74,15 @@ def read_call(
         k: keys, (B, H / n, N, D).
         scale: factor of `q k^T` in the library's logits, a number or broadcastable to (B, H, M, D); None: 1 / sqrt(D).
         mask: boolean (True: takes part) or added to the logits (-10,000 and less: does not take part), broadcastable to
-            (B, H, M, N).
+            (B, H, M, N). Order is read from what does not take part, see `infvit.attention.pure.last_rows`.
         keys: real keys, (B, N).
         queries: real queries, (B, M).
         causal: query i sees keys 0 to i.
         ordered: no query may feel a later one, see `infvit.attention.Mask`.
         bias: finite numbers added to the logits, broadcastable to (B, H, M, N).
+
+    Raises:
+        ConfigError: a mask that the mechanism does not support, or one that hides later keys by finite numbers.
     """
     root = math.sqrt(q.shape[-1])
     if scale is not None and not (isinstance(scale, float) and math.isclose(scale * root, 1, rel_tol=1e-9)):
@@ -71,6 +91,7 @@ def read_call(
     pairs = mask
     if mask is not None and mask.is_floating_point():
         pairs = takes_part(mask)
+        _refuse_finite_order(mask, pairs)
         finite = torch.where(pairs, mask, mask.new_zeros(()))
         if core.capabilities.bias:
             bias = finite if bias is None else bias + finite
@@ -126,8 +147,10 @@ def refuse_bias(bias: Tensor, mechanism: str) -> None:
         raise ConfigError(message)
 
 
-def is_causal_mask(mask: Tensor) -> bool:
-    """Whether a mask (..., M, N), boolean (True: takes part) or additive, lets no query see a later key.
+def in_order(mask: Tensor) -> bool:
+    """Whether a mask (..., M, N), boolean (True: takes part) or additive, keeps queries from feeling later ones.
+
+    See `infvit.attention.pure.last_rows`.
 
     Raises:
         ConfigError: in a compiled graph, where values cannot be looked at.
@@ -137,7 +160,20 @@ def is_causal_mask(mask: Tensor) -> bool:
     if torch.compiler.is_compiling():
         raise ConfigError("a compiled model must be told whether its mask is causal: pass is_causal=True or "
                           "tgt_is_causal=True beside the mask, or no mask.")  # fmt: skip
-    return not bool(takes_part(mask).triu(1).any())
+    return bool((last_rows(takes_part(mask)) < mask.shape[-2] - 1).any())
+
+
+def _refuse_finite_order(mask: Tensor, pairs: Tensor) -> None:
+    """Raises where finite numbers that are as good as -inf to a softmax make a mask causal which is not otherwise."""
+    if torch.compiler.is_compiling() or mask.is_meta or mask.ndim < 2 or mask.shape[-2] != mask.shape[-1]:
+        return
+    seen = pairs & ~(mask <= SUSPICIOUS)
+    if not torch.equal(seen, pairs) and in_order(seen) and not in_order(pairs):
+        raise ConfigError(
+            f"the mask hides later keys by finite numbers of {SUSPICIOUS:g} and less. Those are a bias here, through "
+            f"which later tokens would be felt: mask with -inf (anything from {EXCLUDED:g} down excludes) or a boolean "
+            "mask."
+        )
 
 
 def repeat_heads(x: Tensor, q: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def check_mechanism(name: str, args: dict[str, Any]) -> type[Mechanism]:
     """Returns a mechanism by name, if it takes these hyperparameters.
 
     Raises:
-        ConfigError: unknown mechanism or hyperparameter, or a missing number of tokens.
+        ConfigError: unknown mechanism or hyperparameter, a value that is not allowed, or a missing number of tokens.
     """
     cls = get_mechanism(name)
     unknown = set(args) - hyperparameters(cls)
@@ -44,6 +44,7 @@ def check_mechanism(name: str, args: dict[str, Any]) -> type[Mechanism]:
         )
     if not cls.capabilities.any_length and "num_tokens" not in args:
         raise ConfigError(f"attention mechanism {name!r} is built for one number of tokens: give num_tokens.")
+    cls(1, 8, device="meta", **args)  # raises where a value is wrong, whatever model it is for
     return cls
 
 

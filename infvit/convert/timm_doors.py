@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from infvit.convert.call import attend, attention_weights, read_padding
+from infvit.convert.call import attend, attention_weights, follow_dropout, read_padding
 from infvit.convert.site import Converted
 from infvit.errors import ConfigError
 
@@ -121,6 +121,8 @@ class FusedDoor(Door):
         scale: float | None = None,
     ) -> Tensor:
         """Answers torch's fused kernel."""
+        if self.training:
+            follow_dropout(self.infsa, dropout_p)  # what timm's module has now
         q, k, v = self._fold(query), self._fold(key), self._fold(value)
         call: dict[str, Any] = {"scale": scale, "causal": is_causal, "mask": attn_mask}
         if self.mask_is_bias:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from infvit.convert.call import attend, attention_weights, is_causal_mask, read_padding, takes_part
-from infvit.convert.site import Converted, Library, Site
+from infvit.convert.call import attend, attention_weights, follow_dropout, in_order, read_padding, takes_part
+from infvit.convert.site import Converted, Library, Site, library_class
 from infvit.errors import ConfigError
 
 NESTED = "nested_tensor_before_convert"
@@ -72,6 +72,7 @@ class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
             is_causal = False
         call: dict[str, Any] = {"mask": mask, "keys": keys, "queries": real_queries, "causal": is_causal}
         call |= {"bias": bias, "ordered": ordered}
+        follow_dropout(self.infsa, self.dropout)
         heads = attend(self.infsa, q, k, v, **call)
         out = self.out_proj(heads.transpose(1, 2).flatten(2))
         out = (out if self.batch_first else out.transpose(0, 1)) if batched else out[0]
@@ -155,7 +156,7 @@ class InfSAMultiheadAttention(Converted, nn.MultiheadAttention):
         """Appends the key and value of `add_bias_kv`, then those of `add_zero_attn`, which every query sees."""
         if causal:
             mask = torch.ones(k.shape[-2], k.shape[-2], dtype=torch.bool, device=k.device).tril()
-        ordered = ordered or causal or (mask is not None and mask.shape[-1] == mask.shape[-2] and is_causal_mask(mask))
+        ordered = ordered or causal or (mask is not None and in_order(mask))
         added = []
         if self.bias_k is not None and self.bias_v is not None:
             added.append((self.bias_k, self.bias_v))
@@ -189,7 +190,7 @@ class InfSATransformerDecoderLayer(Converted, nn.TransformerDecoderLayer):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """Applies the layer; arguments as in `nn.TransformerDecoderLayer.forward`."""
-        ordered = tgt_is_causal or (tgt_mask is not None and is_causal_mask(_allowed(tgt_mask)))
+        ordered = tgt_is_causal or (tgt_mask is not None and in_order(_allowed(tgt_mask)))
         real = None if tgt_key_padding_mask is None else _allowed(tgt_key_padding_mask)
 
         def cross(x: Tensor) -> Tensor:
@@ -219,6 +220,11 @@ class InfSATransformerDecoderLayer(Converted, nn.TransformerDecoderLayer):
 def find(model: nn.Module) -> list[Site]:
     """Returns every nn.MultiheadAttention of a model; subclasses, which may compute something else, as refused."""
     sites = []
+    layers = {
+        id(layer.multihead_attn): library_class(layer)
+        for layer in model.modules()
+        if isinstance(layer, nn.TransformerDecoderLayer) and library_class(layer) is not nn.TransformerDecoderLayer
+    }
     for name, module in model.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue
@@ -228,6 +234,12 @@ def find(model: nn.Module) -> list[Site]:
             refusal = "infvit's own: its mechanism is an argument (mechanism=...)"
         elif kind not in (nn.MultiheadAttention, InfSAMultiheadAttention):
             refusal = f"a subclass of nn.MultiheadAttention ({kind.__module__}), which may compute something else"
+        elif id(module) in layers:
+            layer = layers[id(module)]
+            refusal = (
+                "the cross-attention of a subclass of nn.TransformerDecoderLayer "
+                f"({layer.__module__}.{layer.__name__}), which does not tell it whether targets are in order or padded"
+            )
         sites.append(
             Site(
                 name,

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2
 
 from infvit.attention import Mechanism
-from infvit.convert.call import attend
+from infvit.convert.call import attend, follow_dropout
 from infvit.convert.site import Converted, Library, Site, library_class
 
 
@@ -108,6 +108,7 @@ class InfSAShiftedWindowAttentionV2(Converted, ShiftedWindowAttentionV2):
 
 def _shifted(module: Any, x: Tensor, logit_scale: Tensor | None = None) -> Tensor:
     bias = module.get_relative_position_bias()
+    follow_dropout(module.infsa, module.attention_dropout)
     out = window_attention(
         module.infsa, x, module.qkv, module.proj, bias, module.window_size, module.shift_size, logit_scale
     )

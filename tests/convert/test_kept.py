@@ -6,8 +6,10 @@ import pickle
 import warnings
 
 import pytest
+import timm
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.testing import assert_close
 
 import infvit
@@ -202,8 +204,6 @@ def test_wrapped_models_and_other_things_are_refused():
 
 
 def test_infvits_own_layers_and_unknown_attention_are_refused_by_name():
-    import timm
-
     with pytest.raises(ConfigError, match=r"AttentionLayer.*attention="):
         infvit.convert(timm.create_model("vit_mini", img_size=16, patch_size=8))
 
@@ -228,6 +228,57 @@ def test_linear_says_once_what_it_cannot_do():
         model = infvit.convert(TinyForCausalLM(), "infsa_linear")
         infvit.convert(encoder(), "infsa_linear")
         infvit.convert(TinyForCausalLM(), "infsa_pure")
+        infvit.convert(timm.create_model("test_vit", img_size=32), "infsa_linear")
     assert len(caught) == 1
     assert "0.43 and 0.36" in str(caught[0].message)
     assert str(caught[0].message) in str(model.conversion_report)
+    with pytest.warns(UserWarning, match=r"0\.43"):
+        infvit.convert(timm.create_model("test_vit", img_size=32, features_only=True), "infsa_linear")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"gamma": 1.5}, "gamma=1.5"),
+        ({"gamma": "0.5"}, "gamma=0.5"),
+        ({"activation": "swish"}, "unknown activation 'swish'"),
+        ({"mechanism": "linformer", "num_tokens": 0}, "num_tokens=0"),
+        ({"mechanism": "cosformer", "eps": -1.0}, "eps=-1.0"),
+        ({"mechanism": InfSAMultiheadAttention}, "mechanism must be the name"),
+        ({"target_types": "Attention"}, "target_types takes classes"),
+        ({"target_types": [nn.Linear, 3]}, "target_types takes classes"),
+        ({"include": 3}, "include takes"),
+        ({"exclude": ["a", 3]}, "exclude takes"),
+        ({"include_patterns": ["["]}, r"include_patterns: '\[' is no regular expression"),
+        ({"inplace": "no"}, "inplace='no'"),
+        ({"gamma_trainable": "no"}, "gamma_trainable='no'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_argument_is_named_first(wrong, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        infvit.convert(encoder(), **wrong)
+
+
+def test_a_parametrized_module_is_neither_converted_nor_reverted():
+    for module in (nn.MultiheadAttention(8, 2), infvit.convert(nn.MultiheadAttention(8, 2))):
+        register_parametrization(module, "in_proj_weight", nn.Identity())
+        with pytest.raises(ConfigError, match="remove_parametrizations"):
+            infvit.convert(module)
+    with pytest.raises(ConfigError, match="cannot be reverted: it is parametrized"):
+        infvit.revert(module)
+    remove_parametrizations(module, "in_proj_weight")
+    assert type(infvit.revert(module)) is nn.MultiheadAttention
+
+
+def test_dropout_follows_the_module():
+    module = infvit.convert(nn.MultiheadAttention(8, 2, 0.5, batch_first=True))
+    assert not torch.equal(module(X, X, X)[0], module(X, X, X)[0])
+    module.dropout = 0.0
+    assert_close(module(X, X, X), module.eval()(X, X, X), rtol=0, atol=0)
+    module.train().dropout = 0.9
+    assert not torch.equal(module(X, X, X)[0], module(X, X, X)[0])
+    factored = infvit.convert(nn.MultiheadAttention(8, 2, batch_first=True), "efficient")
+    factored.dropout = 0.5
+    with pytest.raises(ConfigError, match="no weights between pairs"):
+        factored(X, X, X)

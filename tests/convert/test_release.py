@@ -148,3 +148,65 @@ def test_convert_under_the_names_of_the_release(capsys):
 def test_names_are_parts_patterns_or_regular_expressions(include, converted):
     report = infvit.convert(encoder(), include=include).conversion_report
     assert [entry.name for entry in report.converted] == [f"layers.{i}.self_attn" for i in converted]
+
+
+@pytest.mark.parametrize("variant", CLASSES)
+def test_functions_take_any_leading_dimensions_each_sample_by_itself(variant):
+    scores = {"pure_infsa": infvit.pure_infsa_scores, "linear_infsa": infvit.linear_infsa_scores}[variant]
+    whole, out = scores(Q, K), infvit.infsa_attention(Q, K, V, variant)
+    for b in range(2):
+        assert_close(scores(Q[b], K[b]), whole[b])
+        for h in range(4):
+            assert_close(scores(Q[b, h], K[b, h]), whole[b, h])
+            assert_close(infvit.infsa_attention(Q[b, h], K[b, h], V[b, h], variant), out[b, h])
+    assert_close(scores(Q[None], K[None, :, :, :3]), scores(Q, K[:, :, :3])[None])
+    for q, k in ((Q[0, 0, 0], K[0, 0]), (Q, K[:1]), (Q, K[..., :4])):
+        with pytest.raises(ConfigError, match="are needed"):
+            scores(q, k)
+
+
+def test_masks_of_the_functions_belong_to_their_samples():
+    q, k, v = Q[:, 0], K[:, 0], V[:, 0, :, :3]
+    for mask in (torch.rand(2, 5, 5, generator=torch.Generator().manual_seed(0)) > 0.4, Q[:, 1, :, :5]):
+        out = infvit.infsa_attention(q, k, v, attn_mask=mask)
+        for b in range(2):
+            alone = infvit.infsa_attention(q[b], k[b], v[b], attn_mask=mask[b])
+            assert_close(out[b], alone)
+            assert_close(alone, infvit.infsa_attention(q[b, None, None], k[b, None, None], v[b, None, None],
+                                                       attn_mask=mask[b])[0, 0])  # fmt: skip
+        for wrong in (q[:, None], q[:1], q[0]):
+            keys, values = (x[:, None] if wrong.ndim == 4 else x[0] if wrong.ndim == 2 else x[:1] for x in (k, v))
+            with pytest.raises(ConfigError, match="not broadcastable"):
+                infvit.infsa_attention(wrong, keys, values, attn_mask=mask)
+    for bad in (
+        (q, k[:1], v),
+        (q, k, v[:, :3]),
+        (q[0, 0], k, v),
+        (Q, K[:, :3], V[:, :3]),
+        (Q[None],) * 3,
+        (q, k[0], v),
+    ):
+        with pytest.raises(ConfigError, match="are needed"):
+            infvit.infsa_attention(*bad)
+    with pytest.raises(ConfigError, match="int64"):
+        infvit.infsa_attention(q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.long))
+
+
+@pytest.mark.parametrize("gamma", [0.0, 1.0, 1.5, -0.3, float("nan")])
+def test_functions_refuse_a_gamma_out_of_range(gamma):
+    for call in (
+        lambda: infvit.infsa_attention(Q, K, V, gamma=gamma),
+        lambda: infvit.pure_infsa_scores(Q, K, gamma),
+        lambda: infvit.linear_infsa_scores(Q, K, rho=gamma),
+    ):
+        with pytest.raises(ConfigError, match="gamma"):
+            call()
+
+
+def test_the_rest_of_the_releases_names():
+    assert infvit.replace_attention(nn.MultiheadAttention(8, 2), eps=1e-6).infsa.name == "infsa_pure"
+    assert infvit.InfSAAttention(8, 2, variant="linear_infsa", eps=1e-6).infsa.name == "infsa_linear"
+    assert infvit.convert(nn.MultiheadAttention(8, 2), "cosformer", eps=1e-3).infsa.eps == 1e-3  # its own
+    for call in (lambda: infvit.convert(encoder(), eps=1e-5), lambda: infvit.InfSAAttention(8, 2, eps=1e-5)):
+        with pytest.raises(ConfigError, match="1e-06, as published"):
+            call()

@@ -311,6 +311,8 @@ def test_dropout_of_the_weights_is_kept():
     assert layer.infsa.attn_drop.p == 0.5
     assert not torch.allclose(layer(x), layer(x))
     assert_close(layer.eval()(x), layer(x))
+    layer.train().attn_drop.p = 0.0  # what the module has now counts
+    assert_close(layer(x), layer.eval()(x))
 
 
 def test_timms_switch_between_its_kernels_changes_nothing_and_is_kept():

@@ -5,9 +5,11 @@ import torch
 import torchvision
 from torch import nn
 from torch.testing import assert_close
-from torchvision.models import swin_transformer
+from torchvision.models import VisionTransformer, swin_transformer
+from torchvision.models.feature_extraction import create_feature_extractor
 
 import infvit
+from infvit.convert.torch import InfSAMultiheadAttention
 from infvit.errors import ConfigError
 from infvit.testing.conversion import Formula
 from infvit.testing.converted_torch import swin
@@ -84,3 +86,16 @@ def test_dropout_of_a_window_acts_in_training_only(kind):
     converted, x = infvit.convert(layer), images(8, 8).movedim(1, -1).repeat(1, 1, 1, 2)
     assert not torch.equal(converted(x), converted(x))
     assert_close(converted.eval()(x), converted(x))
+    setattr(converted.train(), kind, 0.0)  # what the module has now counts
+    assert_close(converted(x), converted.eval()(x))
+
+
+def test_features_of_a_converted_vit_are_extracted_where_attention_is_a_leaf():
+    plain = filled(VisionTransformer(32, 16, 2, 2, 12, 24, num_classes=5)).eval()
+    converted, layer = infvit.convert(plain), "encoder.layers.encoder_layer_0"
+    leaves = {"leaf_modules": [InfSAMultiheadAttention]}
+    extractor = create_feature_extractor(converted, [layer, "heads"], tracer_kwargs=leaves)
+    got, seen = extractor(images(32, 32)), []
+    converted.get_submodule(layer).register_forward_hook(lambda module, args, out: seen.append(out))
+    assert_close(got["heads"], converted(images(32, 32)))
+    assert_close(got[layer], seen[0])
