@@ -93,6 +93,9 @@ def attention(
     if causal or plain:
         call |= _masks(attention_mask, query, key)
         out, weights = _causal(module, core, query, key, value, call, infsa_cache, need)
+    elif isinstance(core, PureInfSA) and attention_mask is not None and getattr(module, "groups", False):
+        q, k, pairs = read_call(core, query, key, **call, mask=attention_mask)
+        out, _, weights = continue_pure(core, q, k, value, pairs, need_matrix=need, groups=True)
     else:
         call |= _masks(attention_mask, query, key, cross=getattr(module, "cross", False))
         out = attend(core, query, key, value, **call)

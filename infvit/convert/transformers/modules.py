@@ -33,6 +33,7 @@ class Known:
         head_dim: path of the channels of a head.
         dropout: path of the dropout probability of attention weights.
         window: path of the sliding window, None where there is none.
+        groups: whether its masks are those of groups of queries, of which one may see another that does not see it.
         needs: what every call needs of a mechanism, see `infvit.attention.Capabilities`.
     """
 
@@ -40,6 +41,7 @@ class Known:
     head_dim: str = "head_dim"
     dropout: str = "attention_dropout"
     window: str | None = None
+    groups: bool = False
     needs: frozenset[str] = frozenset()
 
     @property
@@ -59,7 +61,7 @@ KNOWN = {
     "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention": VIT,
     "clip.modeling_clip.CLIPAttention": CLIP,
     "siglip.modeling_siglip.SiglipAttention": CLIP,
-    "rt_detr.modeling_rt_detr.RTDetrSelfAttention": DETR,
+    "rt_detr.modeling_rt_detr.RTDetrSelfAttention": Known(None, groups=True),
     "detr.modeling_detr.DetrSelfAttention": DETR,
     "detr.modeling_detr.DetrCrossAttention": Known(None, needs=frozenset({"cross"})),
     "bert.modeling_bert.BertSelfAttention": Known(head_dim="attention_head_size", dropout="dropout.p"),
@@ -78,6 +80,7 @@ class Dispatching(Converted, nn.Module):
 
     config: PreTrainedConfig
     cross = False
+    groups = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes what the class of transformers does, by `self.infsa`; arguments and results are its own."""
@@ -100,8 +103,9 @@ def converted_class(original: type[nn.Module]) -> type[nn.Module]:
     """Returns the class that converted modules of a known class have; always the same, so that it can be pickled."""
     name = f"InfSA{original.__name__}"
     if name not in globals():
+        known = KNOWN[_path(original)]
         doc = f"{original.__name__} whose values are mixed by `self.infsa`."
-        body = {"__module__": __name__, "__doc__": doc, "cross": KNOWN[_path(original)].cross}
+        body = {"__module__": __name__, "__doc__": doc, "cross": known.cross, "groups": known.groups}
         globals()[name] = type(name, (Dispatching, original), body)
     return globals()[name]
 
