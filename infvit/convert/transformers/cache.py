@@ -25,7 +25,7 @@ class _RunningSquares(CacheLayerMixin):
     squares: Tensor | None = None
 
     @classmethod
-    def of(cls, layer: CacheLayerMixin) -> "_RunningSquares":
+    def of(cls, layer: Any) -> "_RunningSquares":
         """Returns a layer with what another one holds: a compiled graph cannot give that one another class."""
         new = object.__new__(cls)
         for name, value in vars(layer).items():

@@ -200,7 +200,7 @@ def settle(model: nn.Module) -> None:
         if not kept and id(module.config) in own:
             # Its model, out of sight here, goes on with its configuration, and its other layers with their attention.
             module.__dict__["config_of_model"] = module.config
-            module.config = own[id(module.config)]
+            module.config = own[id(module.config)]  # type: ignore[assignment]
         elif kept and _config(module)._attn_implementation == NAME:
             module.__dict__["infsa_kept"] = True
         elif hasattr(module, "infsa_kept"):

@@ -74,7 +74,7 @@ class Restorer(HfQuantizer):
             raise ConfigError("these weights were not saved from a converted model: load them, then infvit.convert.")
         if not self.conversions:
             raise ConfigError(
-                "a part of the model that was saved here was reverted by itself, so that what is left of the conversion "
+                "a part of the model that was saved here was reverted by itself, so that what is left of it "
                 "is not known. Convert or revert the model instead, and save it again."
             )
 
