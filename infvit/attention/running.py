@@ -32,8 +32,9 @@ def continue_pure(
     mask: Mask,
     past: Tensor | None = None,
     need_matrix: bool = False,
+    groups: bool = False,
 ) -> Piece:
-    """Mixes the values of the last M of N tokens of a causal sequence.
+    """Mixes the values of the last M of N tokens of a causal sequence, or of groups that do not all see each other.
 
     Args:
         core: the mechanism.
@@ -45,6 +46,8 @@ def continue_pure(
             own: the documents of one row do not feel each other.
         past: sum of squares of the rows before these, (B, H); None where there are none.
         need_matrix: return the mixing matrix.
+        groups: `mask.pairs` says which tokens see which, not in an order, and whoever sees a token sees what that one
+            sees. A row is divided by the norm of the rows of the tokens it sees, so that none is felt that is not seen.
 
     Returns:
         Output, sums of squares with which the next piece goes on, matrix.
@@ -52,7 +55,9 @@ def continue_pure(
     queries, keys = q.shape[-2], k.shape[-2]
     dropout = core.attn_drop.p if core.training else 0.0
     q, k, v = zero_padded(q, mask.queries), zero_padded(k, mask.keys), zero_padded(v, mask.keys)
-    path = core.path or choose_path(q, v, mask, dropout)
+    path = choose_path(q, v, mask, dropout)
+    if core.path is not None and path != "plain":
+        path = core.path
     matrix = None
     with full_precision(v) as compute:
         dtype = compute if core.upcasts or path == "plain" else v.dtype
@@ -68,7 +73,9 @@ def continue_pure(
                 allowed = seen if allowed is None else allowed & seen
             assert allowed is not None
             scores = activated_scores(inputs[0] * core.scale, inputs[1] * core.scale, core.phi, mask.bias, allowed)
-            squares = _running(scores.square().sum(-1), None if mask.pairs is None else allowed, past)
+            rows = scores.square().sum(-1)
+            ordered = None if mask.pairs is None else allowed
+            squares = _summed(allowed, rows) if groups else _running(rows, ordered, past)
             weights = scores / (without_overflow(safe_sqrt(squares))[..., None] + EPS)
             out = F.dropout(weights, dropout) @ inputs[2]
             matrix = core.decay() * weights if need_matrix else None
@@ -83,5 +90,10 @@ def _running(rows: Tensor, allowed: Tensor | None, past: Tensor | None) -> Tenso
     earlier = allowed.tril(allowed.shape[-1] - allowed.shape[-2] - 1).any(-1)
     document = (allowed.any(-1) & ~earlier).cumsum(-1)
     together = (document[..., :, None] == document[..., None, :]).tril()
-    total = (together.to(rows.dtype) @ rows[..., None])[..., 0]
+    total = _summed(together, rows)
     return total if past is None else total + torch.where(document == 0, past[..., None], 0)
+
+
+def _summed(chosen: Tensor, rows: Tensor) -> Tensor:
+    """Sums, for each row, those of `rows`, (B, H, M), that are chosen, (..., M, M)."""
+    return (chosen.to(rows.dtype) @ rows[..., None])[..., 0]

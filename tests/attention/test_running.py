@@ -68,6 +68,28 @@ def test_pieces_of_several_documents(sizes):
             assert_close(result[sample][:, document[sample] == number], expected)
 
 
+def test_groups_of_which_one_is_seen_by_all():
+    core, (q, k, v) = PureInfSA(H, D, dtype=torch.float64), tokens()
+    group = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])  # the last is seen by all and sees itself alone
+    pairs = (group[:, None] == group) | (group == 2)
+    piece = continue_pure(core, q, k, v, Mask(pairs=pairs), need_matrix=True, groups=True)
+    for number in range(3):
+        seen = (group == number) | (group == 2)
+        own = [x[:, :, seen] for x in (q, k, v)]
+        scores = core.phi(own[0] @ own[1].mT / D) * pairs[seen][:, seen]
+        expected = 0.7 * scores / (scores.square().sum((-2, -1), keepdim=True).sqrt() + 1e-6) @ own[2]
+        assert_close(piece.out[:, :, group == number], expected[:, :, group[seen] == number])
+    assert_close(piece.matrix @ v, piece.out)
+
+
+def test_a_path_without_pairs_is_not_taken_for_them():
+    core, (q, k, v) = PureInfSA(H, D, dtype=torch.float64), tokens()
+    window = torch.ones(N, N).tril().triu(-2)
+    core.path = "tiled"
+    result = continue_pure(core, q, k, v, Mask(pairs=window.bool())).out
+    assert_close(result, reference(q, k, v, window.double(), core.phi))
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("over_pairs", [False, True])
 def test_padding_and_bias(sizes, over_pairs):

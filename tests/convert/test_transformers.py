@@ -153,16 +153,43 @@ def test_full_and_sliding_layers_in_one_model(window):
     assert report.refused[0].name == "model.layers.1.self_attn"
 
 
-def test_denoising_mask_of_rt_detr():
-    def loss(model):
-        torch.manual_seed(0)
-        labels = [{"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]]).double()}] * 2
-        return model.train()(**NAMES["RT-DETR"].call(), labels=labels).loss
+def denoising_mask(sizes: tuple[int, ...], matching: int) -> torch.Tensor:
+    """As RT-DETR makes it: groups see themselves and the matching queries, which see none of them."""
+    number = torch.cat([torch.full((size,), i) for i, size in enumerate((*sizes, matching))])
+    seen = (number[:, None] == number) | (number == len(sizes))
+    return torch.zeros(len(number), len(number)).double().masked_fill(~seen, -torch.inf)
 
-    with FusedFormula("infsa_pure") as formula:
-        expected = loss(NAMES["RT-DETR"].make())
-    assert formula.calls == 3
-    assert_close(loss(infvit.convert(NAMES["RT-DETR"].make())), expected)
+
+@torch.no_grad()
+@pytest.mark.parametrize("convert", [lambda model: infvit.convert(model, "softmax"), infvit.convert])
+def test_denoising_queries_of_rt_detr_leave_the_others_as_they_are(convert):
+    attention = convert(NAMES["RT-DETR"].make()).model.decoder.layers[0].self_attn
+    x = torch.randn(2, 12, 32).double()
+    result = attention(hidden_states=x, attention_mask=denoising_mask((2, 3), 7))[0]
+    assert_close(result[:, 5:], attention(hidden_states=x[:, 5:])[0])
+    for group in (slice(0, 2), slice(2, 5)):
+        alone = torch.cat([x[:, group], x[:, 5:]], 1)
+        size = alone.shape[1] - 7
+        expected = attention(hidden_states=alone, attention_mask=denoising_mask((size,), 7))[0][:, :size]
+        assert_close(result[:, group], expected)
+
+
+def test_training_of_rt_detr_with_denoising():
+    def matching(model, labels):
+        found = []
+        attention = model.model.decoder.layers[0].self_attn
+        with attention.register_forward_hook(lambda _m, _a, out: found.append(out[0])):
+            torch.manual_seed(0)
+            loss = model.train()(**NAMES["RT-DETR"].call(), labels=labels).loss
+        loss.backward()
+        assert loss.isfinite()
+        assert found[0].shape[1] > model.config.num_queries
+        return found[0][:, -model.config.num_queries :]
+
+    model = infvit.convert(NAMES["RT-DETR"].make())
+    labels = [[{"class_labels": torch.tensor([i]), "boxes": torch.tensor([[0.5, 0.5, 0.2 + i / 9, 0.2]]).double()}] * 2
+              for i in (1, 2)]  # fmt: skip
+    assert_close(matching(model, labels[0]), matching(model, labels[1]), rtol=0, atol=1e-12)
 
 
 @each([NAMES[name] for name in ("ViT", "DETR", "T5 encoder", "Qwen3, 4 x 16, grouped keys")])

@@ -116,6 +116,24 @@ def test_a_chunk_of_padding_first():
     assert_close(torch.cat(logits, 1)[real], whole[real])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", ["infsa_pure", "infsa_linear"])
+@torch.no_grad()
+def test_compile_with_a_cache_without_graph_breaks(mechanism):
+    config = LLAMA.make().config
+    config.num_hidden_layers = 1
+    model = infvit.convert(hf.LlamaForCausalLM(config).double().eval(), mechanism)
+    tokens = LLAMA.call()["input_ids"]
+    whole = model(input_ids=tokens, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert_close(compiled(tokens).logits, whole)
+    if mechanism == "infsa_pure":
+        cache = compiled(tokens[:, :5]).cache
+        cache.crop(-1)
+        assert_close(compiled(tokens[:, 4:], cache=cache).logits, whole[:, 4:])
+        assert_close(model(tokens[:, 6:], cache=(cache.crop(-1), cache)[1]).logits, whole[:, 6:])
+
+
 def test_caches_that_are_not_dynamic_are_refused_by_name():
     model, tokens = converted(LLAMA), LLAMA.call()
     with pytest.raises(ConfigError, match="StaticCache"):

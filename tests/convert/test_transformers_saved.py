@@ -185,17 +185,156 @@ def test_one_tower_of_clip():
     assert (both.text_embeds - before.text_embeds).abs().max() > 1e-4
 
 
-def test_one_tower_of_clip_comes_back_so(tmp_path):
-    vision, text = NAMES["CLIP vision"].make().config.to_dict(), {"hidden_size": 16, "num_hidden_layers": 1}
+def clip() -> hf.CLIPModel:
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     config = hf.CLIPConfig(
-        text_config={**text, "num_attention_heads": 2, "vocab_size": 50, "intermediate_size": 16, "eos_token_id": 2},
-        vision_config=vision,
+        text_config={**small, "vocab_size": 50, "eos_token_id": 2},
+        vision_config=NAMES["CLIP vision"].make().config.to_dict(),
         projection_dim=8,
     )
-    tower = infvit.convert(hf.CLIPModel(config).eval(), include="vision_model")
-    tower.save_pretrained(tmp_path)
+    return larger(hf.CLIPModel(config))
+
+
+def larger(model):
+    """Gives a model weights so large that its attention is felt."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def test_towers_of_clip_come_back(tmp_path):
+    image, text = {"pixel_values": torch.randn(2, 3, 32, 32)}, {"input_ids": NAMES["Llama"].call()["input_ids"]}
+    for include in (None, "vision_model"):
+        model = infvit.convert(clip(), include=include)
+        model.save_pretrained(tmp_path / "whole")
+        loaded = hf.CLIPModel.from_pretrained(tmp_path / "whole")
+        assert torch.equal(loaded(**image, **text).logits_per_text, model(**image, **text).logits_per_text)
+        model.vision_model.save_pretrained(tmp_path / "vision")
+        for folder in ("whole", "vision"):
+            tower = hf.CLIPVisionModel.from_pretrained(tmp_path / folder)
+            assert torch.equal(tower(**image)[0], model.vision_model(**image)[0])
+            assert (tower(**image)[0] - infvit.revert(tower)(**image)[0]).abs().max() > 1e-3
+        tower = hf.CLIPTextModel.from_pretrained(tmp_path / "whole")
+        assert torch.equal(tower(**text)[0], model.text_model(**text)[0])
+        assert hasattr(tower.encoder.layers[0].self_attn, "infsa") == (include is None)
+
+
+def test_an_encoder_of_a_composite_comes_back(tmp_path):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = hf.BertConfig(vocab_size=50, **sizes)
+    decoder = hf.BertConfig(vocab_size=50, **sizes, is_decoder=True, add_cross_attention=True)
+    parts = {"encoder": hf.BertModel(config), "decoder": hf.BertLMHeadModel(decoder)}
+    model = infvit.convert(larger(hf.EncoderDecoderModel(**parts)))
+    tokens = NAMES["BERT"].call()["input_ids"]
+    model.save_pretrained(tmp_path / "whole")
+    loaded = hf.EncoderDecoderModel.from_pretrained(tmp_path / "whole")
+    call = {"input_ids": tokens, "decoder_input_ids": tokens}
+    assert torch.equal(loaded(**call).logits, model(**call).logits)
+    model.encoder.save_pretrained(tmp_path / "encoder")
+    encoder = hf.BertModel.from_pretrained(tmp_path / "encoder")
+    assert torch.equal(encoder(tokens)[0], model.encoder(tokens)[0])
+    assert (encoder(tokens)[0] - infvit.revert(encoder)(tokens)[0]).abs().max() > 1e-3
+
+
+def test_t5_comes_back(tmp_path):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}
+    tokens = NAMES["T5 encoder"].call()["input_ids"]
+    plain_model = larger(hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=50, decoder_start_token_id=0, **sizes)))
+    for include, layers in ((None, 2), ("encoder.*", 1), ("decoder.*", 1)):
+        model = infvit.convert(plain_model, include=include)
+        model.save_pretrained(tmp_path)
+        loaded = hf.T5ForConditionalGeneration.from_pretrained(tmp_path)
+        call = {"input_ids": tokens, "decoder_input_ids": tokens}
+        assert torch.equal(loaded(**call).logits, model(**call).logits)
+        assert sum(hasattr(module, "infsa") for module in loaded.modules()) == layers
+        if include == "decoder.*":
+            with pytest.raises(ConfigError, match="none of the modules"):
+                hf.T5EncoderModel.from_pretrained(tmp_path)
+        else:
+            assert torch.equal(hf.T5EncoderModel.from_pretrained(tmp_path)(tokens)[0], model.encoder(tokens)[0])
+
+
+@pytest.mark.parametrize("part", ["vision_model", "text_model.encoder.layers", "text_model.encoder.layers.0.self_attn"])
+@pytest.mark.parametrize("inplace", [True, False])
+def test_parts_that_were_converted_by_themselves_are_not_saved_as_softmax(part, inplace, tmp_path):
+    model = clip()
+    parent, _, name = part.rpartition(".")
+    setattr(model.get_submodule(parent), name, infvit.convert(model.get_submodule(part), inplace=inplace))
+    with pytest.raises(ConfigError, match=r"CLIPModel does not say so(.|\n)*include="):
+        model.save_pretrained(tmp_path)
+    model.load_state_dict(model.state_dict())
+    infvit.convert(model, include=part, inplace=True)
+    model.save_pretrained(tmp_path)
     call = {"pixel_values": torch.randn(2, 3, 32, 32), "input_ids": NAMES["Llama"].call()["input_ids"]}
-    assert_close(hf.CLIPModel.from_pretrained(tmp_path)(**call).logits_per_text, tower(**call).logits_per_text)
+    loaded = hf.CLIPModel.from_pretrained(tmp_path)
+    assert torch.equal(loaded(**call).logits_per_text, model(**call).logits_per_text)
+    infvit.revert(model).save_pretrained(tmp_path)
+    assert not any(hasattr(module, "infsa") for module in hf.CLIPModel.from_pretrained(tmp_path).modules())
+
+
+def test_a_base_model_converted_in_place_is_saved_with_its_head(tmp_path):
+    model = larger(hf.ViTForImageClassification(NAMES["ViT"].make().config))
+    infvit.convert(model.vit, inplace=True)
+    model.save_pretrained(tmp_path)
+    call = {name: value.float() for name, value in NAMES["ViT"].call().items()}
+    assert torch.equal(hf.ViTForImageClassification.from_pretrained(tmp_path)(**call)[0], model(**call)[0])
+
+
+def test_a_name_that_may_mean_several_modules_is_not_guessed(tmp_path):
+    model = infvit.convert(clip())
+    groups = model.config.quantization_config["conversions"]
+    groups[0]["modules"] = ["encoder.layers.0.self_attn"]
+    model.config.save_pretrained(tmp_path)
+    model = infvit.revert(model)
+    from safetensors.torch import save_file
+
+    save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"text_model.* or vision_model"):
+        hf.CLIPModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("mechanism", ["infsa_pure", "softmax"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@torch.no_grad()
+def test_one_attention_module_by_itself(mechanism, implementation):
+    small = NAMES["Llama, grouped keys"]
+    model = small.make()
+    model.set_attn_implementation(implementation)
+    expected = infvit.convert(model, mechanism, include="layers.0")
+    attention = infvit.convert(model.model.layers[0].self_attn, mechanism, inplace=True)
+    assert model.config._attn_implementation == implementation
+    tokens = small.call()["input_ids"]
+    real = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+    padded = {"attention_mask": real, "position_ids": (real.cumsum(-1) - 1).clamp(min=0)}
+    for more in ({}, padded):
+        result, whole = (outputs(x, input_ids=tokens, **more)[real.bool()] for x in (model, expected))
+        assert_close(result, whole, rtol=1e-5, atol=1e-5)  # the eager softmax is computed in float32
+    new = {"input_ids": tokens, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**new), expected.generate(**new))
+    infvit.revert(attention)
+    assert attention.config is model.config
+    assert_close(outputs(model, input_ids=tokens), outputs(small.make(), input_ids=tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_a_part_of_a_converted_model_reverted_by_itself(tmp_path):
+    model = infvit.convert(NAMES["Llama"].make())
+    infvit.revert(model.model.layers[0].self_attn)
+    expected = infvit.convert(NAMES["Llama"].make(), include="layers.1")
+    assert_close(outputs(model, **NAMES["Llama"].call()), outputs(expected, **NAMES["Llama"].call()))
+    with pytest.raises(ConfigError, match="does not say so"):
+        model.save_pretrained(tmp_path)
+    infvit.convert(model, include="layers.1", inplace=True).save_pretrained(tmp_path)
+    loaded = hf.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert_close(outputs(loaded, **NAMES["Llama"].call()), outputs(model, **NAMES["Llama"].call()))
+
+
+def test_two_models_with_one_configuration_object():
+    small = NAMES["ViT"]
+    first = small.make()
+    second = type(first)(first.config)
+    infvit.convert(first, inplace=True)
+    with pytest.raises(ConfigError, match="shares its configuration object"):
+        second(**small.call())
 
 
 def test_a_model_of_transformers_inside_another_one():

@@ -93,6 +93,9 @@ def attention(
     if causal or plain:
         call |= _masks(attention_mask, query, key)
         out, weights = _causal(module, core, query, key, value, call, infsa_cache, need)
+    elif isinstance(core, PureInfSA) and attention_mask is not None and getattr(module, "groups", False):
+        q, k, pairs = read_call(core, query, key, **call, mask=attention_mask)
+        out, _, weights = continue_pure(core, q, k, value, pairs, need_matrix=need, groups=True)
     else:
         call |= _masks(attention_mask, query, key, cross=getattr(module, "cross", False))
         out = attend(core, query, key, value, **call)
@@ -112,7 +115,8 @@ def _causal(
 ) -> tuple[Tensor, Tensor | None]:
     """Mixes the last M of N tokens of a causal sequence."""
     new, tokens = q.shape[-2], k.shape[-2]
-    layer = None if cache is None else cached_layer(cache, getattr(module, "layer_idx", None))
+    pure = isinstance(core, PureInfSA)
+    layer = None if cache is None else cached_layer(cache, getattr(module, "layer_idx", None), with_squares=pure)
     if isinstance(core, PureInfSA):
         if layer is None and new != tokens:
             raise ConfigError("Pure InfSA needs the cache with which its earlier tokens were computed: pass cache=....")
@@ -161,7 +165,8 @@ def _softmax(
         raise ConfigError(
             f"{type(module).__name__} has no mechanism, but the configuration says that the model was converted "
             f"(attn_implementation={NAME!r}). A model made from the configuration of a converted one has to be "
-            "converted itself: set config._attn_implementation to 'sdpa', then infvit.convert(model)."
+            "converted itself: set config._attn_implementation to 'sdpa', then infvit.convert(model). One that shares "
+            "its configuration object with a model converted in place needs its own: copy.deepcopy(config)."
         )
     if call.get("output_attentions"):
         raise ConfigError(f"output_attentions: {type(module).__name__} was not converted and has none to give.")

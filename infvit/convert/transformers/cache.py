@@ -24,6 +24,14 @@ class _RunningSquares(CacheLayerMixin):
 
     squares: Tensor | None = None
 
+    @classmethod
+    def of(cls, layer: Any) -> "_RunningSquares":
+        """Returns a layer with what another one holds: a compiled graph cannot give that one another class."""
+        new = object.__new__(cls)
+        for name, value in vars(layer).items():
+            setattr(new, name, value)
+        return new
+
     def reset(self) -> None:
         super().reset()
         self.squares = None
@@ -65,8 +73,13 @@ KINDS: dict[type, type[_RunningSquares]] = {
 }
 
 
-def cached_layer(cache: Any, index: int | None) -> Any:
+def cached_layer(cache: Any, index: int | None, with_squares: bool = False) -> Any:
     """Returns the layer of a cache that a module of attention has just written its new tokens to.
+
+    Args:
+        cache: the cache.
+        index: of the layer.
+        with_squares: put one that has a place for running sums of squares where there is none yet.
 
     Raises:
         ConfigError: a cache other than `DynamicCache`, which may hold tokens elsewhere, or not as they were.
@@ -87,6 +100,8 @@ def cached_layer(cache: Any, index: int | None) -> Any:
             f"converted attention does not support the cache layer {type(layer).__name__}: it supports "
             f"{', '.join(known.__name__ for known in KINDS)}; or use_cache=False."
         )
+    if with_squares and type(layer) in KINDS:
+        layer = cache.layers[index] = KINDS[type(layer)].of(layer)
     return layer
 
 
@@ -128,8 +143,6 @@ def past_squares(layer: Any, new: int, name: str, keys: Tensor) -> Tensor | None
 
 
 def keep_squares(layer: Any, squares: Tensor, past: Tensor | None) -> None:
-    """Stores the sums of squares of new tokens, (B, H, M), in a layer, which becomes one that has a place for them."""
+    """Stores the sums of squares of new tokens, (B, H, M), in a layer with a place for them."""
     squares = squares.detach()
-    if not isinstance(layer, _RunningSquares):
-        layer.__class__ = KINDS[type(layer)]
     layer.squares = squares if past is None else torch.cat([layer.squares, squares], -1)

@@ -6,7 +6,7 @@ their configuration gets our name, under which `infvit.convert.transformers.atte
 """
 
 import inspect
-from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from infvit.convert.site import Converted, Library, Site, library_class
 from infvit.convert.transformers.attention import NAME
+from infvit.convert.transformers.saved import check_recorded, is_ours
 from infvit.errors import ConfigError
 
 VERSION = (5, 24)  # the first whose modules were read for the table below
@@ -32,6 +33,7 @@ class Known:
         head_dim: path of the channels of a head.
         dropout: path of the dropout probability of attention weights.
         window: path of the sliding window, None where there is none.
+        groups: whether its masks are those of groups of queries, of which one may see another that does not see it.
         needs: what every call needs of a mechanism, see `infvit.attention.Capabilities`.
     """
 
@@ -39,6 +41,7 @@ class Known:
     head_dim: str = "head_dim"
     dropout: str = "attention_dropout"
     window: str | None = None
+    groups: bool = False
     needs: frozenset[str] = frozenset()
 
     @property
@@ -58,7 +61,7 @@ KNOWN = {
     "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersAttention": VIT,
     "clip.modeling_clip.CLIPAttention": CLIP,
     "siglip.modeling_siglip.SiglipAttention": CLIP,
-    "rt_detr.modeling_rt_detr.RTDetrSelfAttention": DETR,
+    "rt_detr.modeling_rt_detr.RTDetrSelfAttention": Known(None, groups=True),
     "detr.modeling_detr.DetrSelfAttention": DETR,
     "detr.modeling_detr.DetrCrossAttention": Known(None, needs=frozenset({"cross"})),
     "bert.modeling_bert.BertSelfAttention": Known(head_dim="attention_head_size", dropout="dropout.p"),
@@ -77,6 +80,7 @@ class Dispatching(Converted, nn.Module):
 
     config: PreTrainedConfig
     cross = False
+    groups = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes what the class of transformers does, by `self.infsa`; arguments and results are its own."""
@@ -90,13 +94,18 @@ class Dispatching(Converted, nn.Module):
             raise ConfigError(f"{type(self).__name__} cannot give output_attentions: leave it out.")
         return result
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        check_recorded(prefix.removesuffix("."))
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
 
 def converted_class(original: type[nn.Module]) -> type[nn.Module]:
     """Returns the class that converted modules of a known class have; always the same, so that it can be pickled."""
     name = f"InfSA{original.__name__}"
     if name not in globals():
+        known = KNOWN[_path(original)]
         doc = f"{original.__name__} whose values are mixed by `self.infsa`."
-        body = {"__module__": __name__, "__doc__": doc, "cross": KNOWN[_path(original)].cross}
+        body = {"__module__": __name__, "__doc__": doc, "cross": known.cross, "groups": known.groups}
         globals()[name] = type(name, (Dispatching, original), body)
     return globals()[name]
 
@@ -169,52 +178,61 @@ def _is_t5_cross(module: nn.Module) -> bool:
 def settle(model: nn.Module) -> None:
     """Brings configurations in line with which modules are converted."""
     dispatching = [module for module in model.modules() if _dispatches(module)]
+    for module in dispatching:
+        module.config = module.__dict__.pop("config_of_model", module.config)
     converted = {id(module.config) for module in dispatching if isinstance(module, Dispatching)}
+    own: dict[int, PreTrainedConfig] = {}
     for config, owner in _configs(model):
-        if id(config) in converted:
+        if owner is None and id(config) in converted and config._attn_implementation != NAME:
+            own[id(config)] = deepcopy(config)
+            own[id(config)]._attn_implementation_internal = NAME
+        elif id(config) in converted:
             if config._attn_implementation != NAME:
                 config.attention_before_infvit = config._attn_implementation
             config._attn_implementation_internal = NAME
-        elif config._attn_implementation == NAME:
-            default = "sdpa" if owner is None else owner.get_correct_attn_implementation(None)
+        elif config._attn_implementation == NAME and owner is not None:
+            default = owner.get_correct_attn_implementation(None)
             config._attn_implementation_internal = config.__dict__.pop("attention_before_infvit", default)
+        if owner is None and (id(config) in converted or config._attn_implementation == NAME):
+            _write(config, [])  # where the model's names are not known
     for module in dispatching:
-        if not isinstance(module, Dispatching) and _config(module)._attn_implementation == NAME:
+        kept = not isinstance(module, Dispatching)
+        if not kept and id(module.config) in own:
+            # Its model, out of sight here, goes on with its configuration, and its other layers with their attention.
+            module.__dict__["config_of_model"] = module.config
+            module.config = own[id(module.config)]  # type: ignore[assignment]
+        elif kept and _config(module)._attn_implementation == NAME:
             module.__dict__["infsa_kept"] = True
         elif hasattr(module, "infsa_kept"):
             del module.infsa_kept
-    _record(model)
+    for config, owner in _configs(model):
+        if owner is not None:
+            _record(owner, config)
 
 
-def _record(model: nn.Module) -> None:
-    """Writes into the configurations what makes a saved model come back converted, or fail; see `saved`."""
-    for owner in _outermost(model):
-        config, groups = owner.config, list[dict[str, Any]]()
-        for name, module in owner.named_modules():
-            core = getattr(module, "infsa", None)
-            if core is None:
-                continue
-            what = {"mechanism": core.name, "arguments": core.__dict__["built_with"]}
-            group = next((group for group in groups if what.items() <= group.items()), None)
-            if group is None:
-                group = {**what, "modules": []}
-                groups.append(group)
-            group["modules"].append(name)
-        if groups:
-            config.quantization_config = {"quant_method": NAME, "conversions": groups}
-            config.attn_implementation = NAME
-        elif getattr(config, "attn_implementation", None) == NAME:
-            del config.attn_implementation
-            del config.quantization_config
+def _record(owner: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Writes into a model's configuration what makes it come back converted, or fail, when saved; see `saved`."""
+    groups = list[dict[str, Any]]()
+    for name, module in owner.named_modules():
+        core = getattr(module, "infsa", None)
+        if core is None:
+            continue
+        what = {"mechanism": core.name, "arguments": core.__dict__["built_with"]}
+        group = next((group for group in groups if what.items() <= group.items()), None)
+        if group is None:
+            group = {**what, "modules": []}
+            groups.append(group)
+        group["modules"].append(name)
+    if groups:
+        _write(config, groups)
+    elif is_ours(getattr(config, "quantization_config", None)):
+        for name in ("attn_implementation", "quantization_config"):
+            config.__dict__.pop(name, None)
 
 
-def _outermost(module: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yields the models of transformers that lie in no other one."""
-    if isinstance(module, PreTrainedModel):
-        yield module
-    else:
-        for child in module.children():
-            yield from _outermost(child)
+def _write(config: PreTrainedConfig, groups: list[dict[str, Any]]) -> None:
+    config.quantization_config = {"quant_method": NAME, "conversions": groups}
+    config.attn_implementation = NAME
 
 
 def _configs(model: nn.Module) -> list[tuple[PreTrainedConfig, PreTrainedModel | None]]:
@@ -234,7 +252,7 @@ def _config(module: nn.Module) -> PreTrainedConfig:
 
 def _is_quantised(config: PreTrainedConfig) -> bool:
     quantised = getattr(config, "quantization_config", None)
-    return quantised is not None and not (isinstance(quantised, dict) and quantised.get("quant_method") == NAME)
+    return quantised is not None and not is_ours(quantised)
 
 
 def _dispatches(module: nn.Module) -> bool:
