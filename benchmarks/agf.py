@@ -9,12 +9,10 @@ again. Further arguments go to train.py.
 
 import time
 
-from embedded import ROOT, call, parse, print_time, sweep, train, weights
+from embedded import DIGITS, ROOT, call, parse, print_time, sweep, train, weights
 
 MODELS = ("vit_mini", "infvit_pure_mini", "infvit_linear_mini", "agf_mini")
 ABLATIONS = ("ablation_agf_k", "ablation_agf_filter")
-ABLATION_KEYS = ("data=digits", "epochs=30")
-"""Single digits are learned in a minute, so that the settings are compared where they have learned something."""
 
 
 def main() -> None:
@@ -24,10 +22,10 @@ def main() -> None:
     folder = (options.folder or ROOT / "runs" / "agf").resolve()
     runs = train(options, MODELS)
     for ablation in ABLATIONS:
-        sweep(options, folder / ablation, f"experiment={ablation}", f"seed={options.seeds[0]}", *ABLATION_KEYS)
+        sweep(options, folder / ablation, f"experiment={ablation}", f"seed={options.seeds[0]}", *DIGITS)
     first = ",".join(weights(runs[name][0]) for name in MODELS)
     call(1, "eval.py", "eval=oversmoothing", f"runs=[{first}]", f"output='{folder}'")
-    for done in (options.runs, *(folder / ablation for ablation in ABLATIONS)):
+    for done in (options.runs / "digit_scenes", *(folder / ablation for ablation in ABLATIONS)):
         call(1, "-m", "infvit.report", str(done))
     print_time(start)
 
