@@ -19,14 +19,14 @@ RUNS = ROOT / "runs" / "embedded"
 KEYS = ("recipe=quick", "recipe.ema_decay=null", "engine.eval_every=3", "data.num_workers=0", "engine.device=cpu")
 DIGITS = ("data=digits", "epochs=30")
 EPOCHS = 6
-"""On the scenes, after the digits: from nothing, ten epochs teach softmax as much as three do then, Linear nothing."""
+"""On the scenes, after the digits: from nothing, softmax needs ten epochs for what three teach it then."""
 
 
 def parse(description: str) -> argparse.Namespace:
     """Reads the command line of either."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--runs", type=Path, default=RUNS, help="the folder of the runs")
-    parser.add_argument("--folder", type=Path, required=False, help="the folder of tables and figures")
+    parser.add_argument("--folder", type=Path, help="the folder of tables and figures")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
