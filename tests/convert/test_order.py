@@ -43,11 +43,7 @@ def expected_rows(hidden: torch.Tensor) -> list[int]:
 def test_a_query_feels_nothing_behind_its_last_key(name, added):
     hidden, module = HIDDEN[name], attention(**added)
     x = X.clone().requires_grad_()
-    for mask in (
-        hidden,
-        hidden.repeat(4, 1, 1),
-        torch.zeros(hidden.shape, dtype=X.dtype).masked_fill(hidden, -torch.inf),
-    ):
+    for mask in (hidden, hidden.repeat(4, 1, 1), added_to_logits(hidden)):
         query = x if len(hidden) == 6 else x[:, 3:]
         out, _ = module(query, x, x, attn_mask=mask)
         for i, row in enumerate(hidden):
