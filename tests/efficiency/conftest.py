@@ -26,7 +26,6 @@ def machine() -> Machine:
 
 
 @pytest.fixture
-def growth(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Spares the tests below the counting at three more sizes; `test_flops` looks at it, and the command does it."""
-    if "command" not in request.fixturenames:
-        monkeypatch.setattr(run, "complexity", lambda model, patch: "linear" if "linear" in model else "quadratic")
+def growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares a test the counting at three more sizes; `test_flops` looks at it, and the command does it."""
+    monkeypatch.setattr(run, "complexity", lambda model, patch: "linear" if "linear" in model else "quadratic")

@@ -16,7 +16,7 @@ from efficiency_doubles import MODELS, cells_of
 from infvit.errors import ConfigError
 from infvit.evaluation.efficiency import run, worker
 from infvit.evaluation.efficiency.cells import Cell, Settings, Task
-from infvit.evaluation.efficiency.subject import prepare
+from infvit.evaluation.efficiency.subject import Subject, prepare
 from infvit.evaluation.efficiency.worker import in_a_process, perform
 from infvit.models import InfViT
 
@@ -52,6 +52,22 @@ def test_what_is_called() -> None:
     assert isinstance(training.model.blocks[0].attn.proj2, torch.nn.Linear)
     fused = prepare(Cell("vit_mini:unfused", "inference", 32), CPU, torch.float32).model
     assert [block.attn.core.fused for block in fused.blocks] == [False] * 4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_memory_of_a_compiled_model_is_that_of_a_later_call(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    calls = []
+
+    class Peak(worker.PeakMemory):
+        def __init__(self, device: torch.device) -> None:
+            calls.append("reset")
+            super().__init__(device)
+
+    subject = Subject(lambda: calls.append("call"), torch.nn.Identity(), lambda: None)
+    monkeypatch.setattr(worker, "prepare", lambda *_: subject)
+    monkeypatch.setattr(worker, "PeakMemory", Peak)
+    perform(Task("memory", [Cell("vit_mini", "inference", 32)], replace(QUICK, compile=compiled)))
+    assert calls == (["call"] if compiled else []) + ["reset", "call"]
 
 
 def test_memory_that_runs_out_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,14 @@
 """What the operators cannot do is done another way or refused; nothing comes out silently as 0."""
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 
 import infvit  # noqa: F401  (registers the models)
 from infvit.attention import Mask
+from infvit.attention.kernels.pure_tiled import second_level_cache
 from infvit.attention.pure import pure_infsa
 from infvit.errors import ConfigError
 
@@ -68,3 +71,14 @@ def test_integers_are_refused():
     q, k, v = qkv()
     with pytest.raises(ConfigError, match="floating-point"):
         pure_infsa(q, k, v.long())
+
+
+@pytest.mark.parametrize(("said", "size"), [("512K\n", 2**19), ("2048K\n", 2**21), ("much", 2**20), (None, 2**20)])
+def test_the_size_of_the_cache_is_what_the_system_says(monkeypatch, said, size):
+    def read_text(path: Path) -> str:
+        if said is None:
+            raise FileNotFoundError(path)
+        return said
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert second_level_cache() == size
