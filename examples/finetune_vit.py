@@ -1,10 +1,11 @@
-"""Train a small ViT of torchvision or timm on digit_scenes, put InfSA into it, and fine-tune it.
+"""Train a small ViT of torchvision or timm on digits, put InfSA into it, and fine-tune it on digit_scenes.
 
     python examples/finetune_vit.py [--library torchvision|timm] [--mechanism infsa_pure|infsa_linear]
 
-Converted, the weights are those of another function, so accuracy falls; fine-tuning brings it back, and gamma moves.
-Takes a few minutes on one CPU core. For real work start from published weights (`weights="DEFAULT"`, `pretrained=True`)
-or use train.py, see docs/convert.md.
+As with published weights, the model has learned from plain images (scikit-learn's digits) before it meets the task,
+which is finding a small digit in a scene. Converted, its weights are those of another function, so accuracy falls;
+fine-tuning brings it back, and gamma moves. Takes a few minutes on one CPU core. For real work start from published
+weights (`weights="DEFAULT"`, `pretrained=True`) or use train.py, see docs/convert.md.
 """
 
 import argparse
@@ -19,15 +20,21 @@ import infvit
 from infvit.attention.infsa import path_decays
 from infvit.config import DataConfig
 from infvit.data.digit_scenes import DigitScenes
+from infvit.data.digits import Digits
+from infvit.data.source import Split
 
 SIDE, PATCH, WIDTH, DEPTH, HEADS = 32, 4, 48, 2, 4
 
 
-def images(split: str, count: int) -> tuple[Tensor, Tensor]:
+def scenes(split: Split, count: int) -> tuple[Tensor, Tensor]:
     """Returns images (n, 3, side, side) and labels of generated scenes."""
-    scenes = DigitScenes(DataConfig(name="digit_scenes", img_size=SIDE, num_samples=count), split, None)
-    pixels = np.stack([np.asarray(scenes.image(i)) for i in range(len(scenes))])
-    labels = torch.tensor([scenes.target(i) for i in range(len(scenes))])
+    return images(DigitScenes(DataConfig(name="digit_scenes", img_size=SIDE, num_samples=count), split, None))
+
+
+def images(source: DigitScenes | Digits) -> tuple[Tensor, Tensor]:
+    """Returns all images of a source (n, 3, side, side) and their labels."""
+    pixels = np.stack([np.asarray(source.image(i).resize((SIDE, SIDE))) for i in range(len(source))])
+    labels = torch.tensor([source.target(i) for i in range(len(source))])
     return (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - 0.5) / 0.25, labels
 
 
@@ -69,8 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser.add_argument("--scenes", type=int, default=2000)
     given = parser.parse_args(arguments)
     torch.manual_seed(0)
-    (x, y), held_out = images("train", given.scenes), images("validation", given.scenes)
+    (x, y), held_out = scenes("train", given.scenes), scenes("validation", given.scenes)
     model = build(given.library)
+    train(model, *images(Digits(DataConfig(name="digits", img_size=SIDE), "train", None)), given.epochs)
     train(model, x, y, given.epochs)
     found = {"own attention": accuracy(model, x, y), "own attention, held out": accuracy(model, *held_out)}
 

@@ -184,7 +184,12 @@ def reparameterize(model: nn.Module) -> nn.Module:
 
     Returns:
         The same model.
+
+    Raises:
+        ConfigError: not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"reparameterize takes a torch.nn.Module, not {type(model).__name__}.")
     for module in model.modules():
         if isinstance(module, AttentionLayer):
             module.fold_projection()

@@ -75,7 +75,7 @@ def render() -> str:
 
 def _groups() -> list[str]:
     order = [f.name for f in fields(TrainConfig)] + ["experiment"]
-    found = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    found = {folder.name for folder in CONFIGS.iterdir() if any(folder.glob("*.yaml"))}  # hydra/ has subgroups only
     return [name for name in order if name in found] + sorted(found - set(order))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import infvit
 from infvit.attention import AttentionLayer
+from infvit.errors import ConfigError
 
 Build = Callable[..., nn.Module]
 Images = Callable[..., Tensor]
@@ -128,6 +129,11 @@ def test_folding_keeps_the_logits(name: str, dtype: torch.dtype, tolerance: floa
         assert not torch.allclose(model(x), expected, atol=10 * tolerance), "the folded projection must matter"
     assert [key for key in model.state_dict() if "proj2" in key] == []
     assert size - sum(p.numel() for p in model.parameters()) == depth * (width * width + width)
+
+
+def test_folding_wants_a_module():
+    with pytest.raises(ConfigError, match=r"torch\.nn\.Module, not int"):
+        infvit.reparameterize(3)
 
 
 def test_folding_twice_and_loading_into_a_folded_model(name: str, build: Build, images: Images):
