@@ -9,10 +9,12 @@ again. Further arguments go to train.py.
 
 import time
 
-from embedded import DIGITS, ROOT, call, parse, print_time, sweep, train, weights
+from embedded import ROOT, call, parse, print_time, sweep, train, weights
 
 MODELS = ("vit_mini", "infvit_pure_mini", "infvit_linear_mini", "agf_mini")
 ABLATIONS = ("ablation_agf_k", "ablation_agf_filter")
+ABLATED = 8
+"""Epochs of each of their runs."""
 
 
 def main() -> None:
@@ -22,7 +24,14 @@ def main() -> None:
     folder = (options.folder or ROOT / "runs" / "agf").resolve()
     runs = train(options, MODELS)
     for ablation in ABLATIONS:
-        sweep(options, folder / ablation, f"experiment={ablation}", f"seed={options.seeds[0]}", *DIGITS)
+        sweep(
+            options,
+            folder / ablation,
+            f"experiment={ablation}",
+            f"seed={options.seeds[0]}",
+            "data=digits",
+            f"epochs={ABLATED}",
+        )
     first = ",".join(weights(runs[name][0]) for name in MODELS)
     call(1, "eval.py", "eval=oversmoothing", f"runs=[{first}]", f"output='{folder}'")
     for done in (options.runs / "digit_scenes", *(folder / ablation for ablation in ABLATIONS)):
