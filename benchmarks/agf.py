@@ -13,7 +13,7 @@ from embedded import ROOT, call, parse, print_time, sweep, train, weights
 
 MODELS = ("vit_mini", "infvit_pure_mini", "infvit_linear_mini", "agf_mini")
 ABLATIONS = ("ablation_agf_k", "ablation_agf_filter")
-ABLATED = 8
+ABLATED = 5
 """Epochs of each of their runs."""
 
 

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from infvit.engine.status import job_name
 from infvit.reports.runs import RunView, find_runs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,6 +17,7 @@ RUNS = ROOT / "runs" / "embedded"
 """Where the runs of both lie: what one of the two has trained the other does not train again."""
 KEYS = ("recipe=quick", "recipe.ema_decay=null", "engine.eval_every=4", "data.num_workers=0", "engine.device=cpu")
 DIGITS = ("data=digits", "epochs=12")
+FOLDER = "${model.name}-seed-${seed}"
 EPOCHS = 4
 """On the scenes, after the digits: from nothing, softmax needs ten epochs for what three teach it then."""
 
@@ -65,11 +65,10 @@ def train(options: argparse.Namespace, models: Sequence[str]) -> dict[str, list[
     """
     digits, scenes = options.runs / "digits", options.runs / "digit_scenes"
     jobs = f"model={','.join(models)}", f"seed={','.join(map(str, options.seeds))}"
-    sweep(options, digits, *DIGITS, *jobs)
-    name = job_name([*KEYS, *DIGITS, "model=MODEL", "seed=SEED", *options.keys])
-    start = digits / name.replace("MODEL", "${model.name}").replace("SEED", "${seed}")
-    what = "data=digit_scenes", "data.img_size=32", f"epochs={options.epochs}", f"init_from='{start}'"
-    sweep(options, scenes, *what, *jobs)
+    sweep(options, digits, *DIGITS, f"run_dir='{digits / FOLDER}'", *jobs)
+    start = f"init_from='{digits / FOLDER}'"
+    what = "data=digit_scenes", "data.img_size=32", f"epochs={options.epochs}", f"run_dir='{scenes / FOLDER}'"
+    sweep(options, scenes, *what, start, *jobs)
     done = sorted(
         (run for run in find_runs(scenes) if run.state == "done" and run.seed in options.seeds),
         key=lambda run: options.seeds.index(run.seed),

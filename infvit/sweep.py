@@ -159,7 +159,8 @@ def this_job(cfg: DictConfig) -> Job | None:
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN or cfg.get("dry_run"):
         return None
     hydra = HydraConfig.get()
-    overrides, sweep = list(hydra.overrides.task), Path(hydra.sweep.dir)
+    typed: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # as in the list of the sweep's jobs
+    overrides, sweep = list(typed), Path(hydra.sweep.dir)
     if cfg.run_dir is None:
         cfg.run_dir = str(sweep / job_name(overrides, sweep.name))
     return Job(Path(cfg.run_dir), Status("running", overrides))

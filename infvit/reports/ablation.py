@@ -1,8 +1,7 @@
 """The ablation table of a sweep, as Table 4 of the paper has it: a column for each setting, seeds taken together."""
 
-import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +23,6 @@ METRICS = (
     ("train_ms", "latency, training (ms)", 1, False),
     ("infer_ms", "latency, inference (ms)", 1, False),
 )
-START = "init_from="
 ABLATION_ORDER = {f"{key}={value}": number for number, (key, value) in enumerate(ABLATION)}
 
 
@@ -64,40 +62,17 @@ class Setting:
 def settings_of(runs: Sequence[RunView]) -> list[Setting]:
     """Puts runs that differ in their seed only together; of two with one seed as well, one that is done counts."""
     groups: dict[tuple[str, ...], dict[int, RunView]] = {}
-    for run, what in zip(runs, _setting_of_each(runs), strict=True):
+    for run in runs:
+        what = tuple(o for o in sorted(run.overrides) if _matters(o)) or ((run.name,) if not run.overrides else ())
         seeds = groups.setdefault(what, {})
         if run.seed not in seeds or (run.state == "done" and seeds[run.seed].state != "done"):
             seeds[run.seed] = run
+    common = set.intersection(*map(set, groups))
     found = []
-    for what, label in _labels(groups).items():
-        seeds = groups[what]
+    for what, seeds in groups.items():
+        label = ", ".join(override for override in what if override not in common) or "all"
         found.append(Setting(label, what, tuple(seeds[seed] for seed in sorted(seeds))))
     return sorted(found, key=lambda setting: [ABLATION_ORDER.get(override, -1) for override in setting.overrides])
-
-
-def _setting_of_each(runs: Sequence[RunView]) -> list[tuple[str, ...]]:
-    """Returns the overrides of each run but its seed, also where that seed is in the name of what it started from."""
-    settings = [tuple(o for o in sorted(run.overrides) if _matters(o)) or ((run.name,) if not run.overrides else ())
-                for run in runs]  # fmt: skip
-    seeds: dict[tuple[str, ...], set[int]] = {}
-    for run, what in zip(runs, settings, strict=True):
-        seeds.setdefault(what, set()).add(run.seed)
-    # Several seeds that started from one place: its name is not theirs.
-    return [what if len(seeds[what]) > 1 else tuple(_without_seed(o, run.seed) for o in what)
-            for run, what in zip(runs, settings, strict=True)]  # fmt: skip
-
-
-def _without_seed(override: str, seed: int) -> str:
-    return re.sub(rf"(?<=seed-){seed}(?!\d)", "N", override) if override.startswith(START) else override
-
-
-def _labels(settings: Collection[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """Returns what sets each setting apart; where it started from only if nothing else does."""
-    common = set.intersection(*map(set, settings))
-    apart = {what: [override for override in what if override not in common] for what in settings}
-    short = {what: [override for override in found if not override.startswith(START)] for what, found in apart.items()}
-    enough = len(set(map(tuple, short.values()))) == len(settings)
-    return {what: ", ".join(found) or "all" for what, found in (short if enough else apart).items()}
 
 
 def _matters(override: str) -> bool:

@@ -203,18 +203,3 @@ def test_what_is_no_sweep_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["each from the run of its seed", "all from one run"])
-def test_what_runs_started_from(own: bool, tmp_path: Path, run_folder: Callable[..., Path]) -> None:
-    """Seeds stay together, and the start heads a column only where nothing else sets the settings apart."""
-    for model in ("vit_mini", "infvit_pure_mini"):
-        for seed in (0, 1, 11):
-            start = f"init_from='/runs/model-{model}_seed-{seed if own else 1}'"
-            run_folder(tmp_path / f"{model}-{seed}", [f"model={model}", start, f"seed={seed}"], [50.0], model=model)
-    found = {setting.label: len(setting.runs) for setting in settings_of(find_runs(tmp_path))}
-    assert found == {"model=vit_mini": 3, "model=infvit_pure_mini": 3}
-    run_folder(tmp_path / "other", ["model=vit_mini", "init_from=/elsewhere", "seed=0"], [50.0])
-    labels = {setting.label for setting in settings_of(find_runs(tmp_path))}
-    assert "init_from=/elsewhere, model=vit_mini" in labels
-    assert len(labels) == 3

@@ -18,6 +18,8 @@ from infvit.engine import device
 from infvit.engine.folder import own_folder
 from infvit.engine.signals import Interrupted
 from infvit.engine.status import LONGEST_NAME, Status, add_jobs, job_name, read_jobs, read_status, write_status
+from infvit.reports.ablation import settings_of
+from infvit.reports.runs import find_runs
 from infvit.sweep import Sweep
 
 TINY = ("+model.args.depth=1", "+model.args.embed_dim=24", "+model.args.num_heads=2", "data.img_size=16",
@@ -249,6 +251,16 @@ def test_folders_that_are_typed_are_those_of_the_jobs(command: Callable, tmp_pat
     assert ended.table == {"run_1": "done", "run_-1": "failed"}
     planned = read_jobs(tmp_path / "runs" / "sweep")
     assert {path.name for path in planned} == {path.parent.name for path in tmp_path.glob("*/status.json")}
+
+
+def test_values_that_refer_to_others_are_written_as_typed(command: Callable, tmp_path: Path) -> None:
+    """Else the jobs that are listed would not be those that run, and the seeds of one setting would be several."""
+    ended = command("-m", *TINY, "seed=1,2", "max_steps=${seed}")
+    assert sorted(ended.table.values()) == ["done", "done"]
+    sweep = tmp_path / "runs" / "sweep"
+    assert {path.name for path in read_jobs(sweep)} == {path.parent.name for path in sweep.glob("*/status.json")}
+    (setting,) = settings_of(find_runs(sweep))
+    assert [run.config["max_steps"] for run in setting.runs] == [1, 2]
 
 
 def test_a_name_that_is_wrong_leaves_no_jobs(command: Callable, tmp_path: Path) -> None:
