@@ -84,7 +84,8 @@ def draw_smoothing(models: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
             known = [(row["layer"], row[name]["mean"], row[name]["sd"] or 0) for row in layers if row[name]["count"]]
             if known:
                 x, mean, sd = map(np.array, zip(*known, strict=True))
-                (line,) = axes.plot(x, mean, marker=".", label=label)
+                shown = label if len(label) <= 40 else f"...{label[-37:]}"  # a long one would leave no room for axes
+                (line,) = axes.plot(x, mean, marker=".", label=shown)
                 axes.fill_between(x, mean - sd, mean + sd, color=line.get_color(), alpha=0.15)
         axes.set(title=title, xlabel="layer (0: input of the first)")
         axes.grid(alpha=0.3)

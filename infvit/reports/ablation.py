@@ -1,5 +1,6 @@
 """The ablation table of a sweep, as Table 4 of the paper has it: a column for each setting, seeds taken together."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,7 +73,13 @@ def settings_of(runs: Sequence[RunView]) -> list[Setting]:
     for what, seeds in groups.items():
         label = ", ".join(override for override in what if override not in common) or "all"
         found.append(Setting(label, what, tuple(seeds[seed] for seed in sorted(seeds))))
-    return sorted(found, key=lambda setting: [ABLATION_ORDER.get(override, -1) for override in setting.overrides])
+    return sorted(found, key=lambda s: ([ABLATION_ORDER.get(o, -1) for o in s.overrides], _numbers_in_order(s.label)))
+
+
+def _numbers_in_order(label: str) -> list[tuple[float, str]]:
+    """Returns what sorts labels by the numbers in them: 3 before 10, 1e-3 before 0.5."""
+    parts = re.split(r"(?<![\w.])(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![\w.])", label)
+    return [(float(part), "") if odd % 2 else (0.0, part) for odd, part in enumerate(parts)]
 
 
 def _matters(override: str) -> bool:

@@ -203,3 +203,10 @@ def test_what_is_no_sweep_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert err.startswith("error: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_columns_stand_in_the_order_of_their_numbers(tmp_path: Path, run_folder: Callable[..., Path]) -> None:
+    values = ("-1", "1e-3", "0.02", "3", "10")
+    for value in reversed(values):
+        run_folder(tmp_path / f"x-{value}", [f"x={value}"], [50.0])
+    assert [setting.label for setting in settings_of(find_runs(tmp_path))] == [f"x={value}" for value in values]
