@@ -24,7 +24,7 @@ def jacobi_recurrence(order: int, a: float, b: float) -> Recurrence:
     """Returns (A_k, B_k, C_k) of `P_k = (A_k x + B_k) P_{k-1} - C_k P_{k-2}` for k = 1..order, with `P_0 = 1`.
 
     Raises:
-        ConfigError: a denominator is 0, or a or b is not finite.
+        ConfigError: a denominator is 0, or a or b, or what follows from them, is not finite.
     """
     if not (math.isfinite(a) and math.isfinite(b)):
         raise ConfigError(f"a={a}, b={b} of the Jacobi polynomials must be finite.")
@@ -43,6 +43,10 @@ def jacobi_recurrence(order: int, a: float, b: float) -> Recurrence:
                 (2 * k + a + b - 1) * (a * a - b * b) / below,
                 2 * (k + a - 1) * (k + b - 1) * (2 * k + a + b) / below,
             )
+        )
+    if not all(math.isfinite(value) for triple in triples for value in triple):
+        raise ConfigError(
+            f"a={a}, b={b}: coefficients of the Jacobi polynomials exceed all numbers. Take smaller ones."
         )
     return triples
 
@@ -214,7 +218,7 @@ def _checked(basis: str | None, order: int | None, a: float | None, b: float | N
     order = ORDER if order is None else order
     if basis not in BASES:
         raise ConfigError(f"basis={basis!r} of agf. {did_you_mean(basis, BASES)}")
-    if not isinstance(order, int) or order < 1:
+    if order < 1:
         raise ConfigError(f"order={order} of agf must be at least 1; without a filter it is form='uv'.")
     if basis != "jacobi":
         for key, value in (("a", a), ("b", b)):

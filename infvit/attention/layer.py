@@ -6,7 +6,7 @@ import torch
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
-from infvit.attention.mechanism import Mask, Mechanism, Projections, get_mechanism, hyperparameters
+from infvit.attention.mechanism import Mask, Mechanism, Projections, check_hyperparameters, get_mechanism
 from infvit.errors import ConfigError
 
 
@@ -67,13 +67,7 @@ class AttentionLayer(nn.Module):
         if (qk_norm or scale_norm) and norm_layer is None:
             raise ConfigError("qk_norm and scale_norm need a norm_layer.")
         cls = get_mechanism(mechanism)
-        unknown = set(mechanism_args or {}) - hyperparameters(cls)
-        if unknown:
-            raise ConfigError(
-                f"attention mechanism {mechanism!r} takes {sorted(hyperparameters(cls))}, not {sorted(unknown)}."
-            )
-        if not cls.capabilities.any_length and "num_tokens" not in (mechanism_args or {}):
-            raise ConfigError(f"attention mechanism {mechanism!r} is built for one number of tokens: give num_tokens.")
+        check_hyperparameters(cls, mechanism_args or {})
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.num_heads = num_heads
         self.head_dim = dim // num_heads

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
-from typing import Any, ClassVar, TypeVar
+from numbers import Integral, Real
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -346,3 +347,33 @@ def hyperparameters(cls: type[Mechanism]) -> set[str]:
     """Returns the names of a mechanism's own hyperparameters: the keyword-only arguments of its constructor."""
     parameters = signature(cls.__init__).parameters.values()
     return {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
+
+
+def check_hyperparameters(cls: type[Mechanism], args: dict[str, Any]) -> None:
+    """Checks the names and the types of a mechanism's own hyperparameters, and that none is missing.
+
+    Raises:
+        ConfigError: one is unknown, missing, or of another type than its annotation says.
+    """
+    known = hyperparameters(cls)
+    for name in sorted(set(args) - known):
+        offered = f"{did_you_mean(name, known)} It takes {sorted(known)}." if known else "It takes none."
+        raise ConfigError(f"attention mechanism {cls.name!r} has no {name!r}. {offered}")
+    if not cls.capabilities.any_length and "num_tokens" not in args:
+        raise ConfigError(f"attention mechanism {cls.name!r} is built for one number of tokens: give num_tokens.")
+    hints = get_type_hints(cls.__init__)
+    for name, value in args.items():
+        kinds = get_args(hints.get(name)) or (hints.get(name),)
+        if set(kinds) <= _WORDS.keys() and not any(_is_a(kind, value) for kind in kinds):
+            words = " or ".join(_WORDS[kind] for kind in kinds if kind is not type(None))
+            raise ConfigError(f"{name}={value!r} of attention mechanism {cls.name!r} must be {words}.")
+
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a name", type(None): "null"}
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    """Whether a value is of a kind; a bool is no number, although Python says so."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, Integral if kind is int else Real if kind is float else kind)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infvit.attention import Mechanism, SoftmaxAttention, get_mechanism, hyperparameters
+from infvit.attention import Mechanism, SoftmaxAttention, get_mechanism
+from infvit.attention.mechanism import check_hyperparameters
 from infvit.errors import ConfigError
 
 
@@ -37,13 +38,7 @@ def check_mechanism(name: str, args: dict[str, Any]) -> type[Mechanism]:
         ConfigError: unknown mechanism or hyperparameter, a value that is not allowed, or a missing number of tokens.
     """
     cls = get_mechanism(name)
-    unknown = set(args) - hyperparameters(cls)
-    if unknown:
-        raise ConfigError(
-            f"attention mechanism {name!r} takes {sorted(hyperparameters(cls)) or 'nothing'}, not {sorted(unknown)}."
-        )
-    if not cls.capabilities.any_length and "num_tokens" not in args:
-        raise ConfigError(f"attention mechanism {name!r} is built for one number of tokens: give num_tokens.")
+    check_hyperparameters(cls, args)
     cls(1, 8, device="meta", **args)  # raises where a value is wrong, whatever model it is for
     return cls
 

@@ -97,7 +97,7 @@ def open_boxes(path: str) -> Boxes:
 
 
 def read_voc(path: Path) -> Annotation:
-    """Reads a VOC-style XML file: every `object/bndbox`, whatever the object.
+    """Reads a VOC-style XML file: every `object/bndbox`, whatever the object; those of its parts are no objects.
 
     Raises:
         DataError: It is damaged, or a number is missing. The message names it.
@@ -105,10 +105,11 @@ def read_voc(path: Path) -> Annotation:
     try:
         root = ElementTree.parse(path).getroot()
         boxes = [
-            [float(_text(box, name)) for name in ("xmin", "ymin", "xmax", "ymax")] for box in root.iterfind(".//bndbox")
+            [float(_text(box, name)) for name in ("xmin", "ymin", "xmax", "ymax")]
+            for box in root.iterfind(".//object/bndbox")
         ]
         size = root.find("size")
-        sides = (0, 0) if size is None else (int(_text(size, "width")), int(_text(size, "height")))
+        sides = (0, 0) if size is None else (int(float(_text(size, "width"))), int(float(_text(size, "height"))))
     except (ElementTree.ParseError, ValueError, OSError) as error:
         raise DataError(f"{path} is not an annotation in VOC's XML ({error}); mend or remove it.") from error
     return Annotation(np.array(boxes, dtype=np.float64).reshape(-1, 4), sides if all(sides) else None, str(path))
@@ -129,8 +130,14 @@ def read_coco(path: Path) -> Boxes:
     """
     try:
         content: dict[str, Any] = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__} and no object at its top")
         by_image: dict[Any, list[list[float]]] = {image["id"]: [] for image in content["images"]}
-        for entry in content["annotations"]:
+        for number, entry in enumerate(content["annotations"]):
+            if len(entry["bbox"]) != 4:
+                raise ValueError(f"annotations[{number}] has bbox {entry['bbox']}, not [x, y, width, height]")
+            if entry["image_id"] not in by_image:
+                raise ValueError(f"annotations[{number}] has image_id {entry['image_id']}, which no image has")
             x, y, width, height = map(float, entry["bbox"])
             by_image[entry["image_id"]].append([x, y, x + width, y + height])
         boxes = Boxes()
@@ -139,8 +146,10 @@ def read_coco(path: Path) -> Boxes:
             array = np.array(by_image[image["id"]], dtype=np.float64).reshape(-1, 4)
             where = f"{path}, {image['file_name']}"
             boxes.add(PurePath(image["file_name"]), Annotation(array, sides if all(sides) else None, where))
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise DataError(f"{path} is not a COCO annotation file ({type(error).__name__}: {error}).") from error
+    except (ValueError, TypeError, OSError) as error:
+        raise DataError(f"{path} is not a COCO annotation file ({error}).") from error
+    except KeyError as error:
+        raise DataError(f"{path} is not a COCO annotation file ({error} is missing in it).") from error
     return boxes
 
 
@@ -181,10 +190,12 @@ def inside(boxes: np.ndarray, size: tuple[int, int], dropped: Counter[str]) -> n
 
     Boxes that are inside out (x1 <= x0 or y1 <= y0), not finite or wholly outside are left out and counted.
     """
-    proper = np.isfinite(boxes).all(1) & (boxes[:, 0] < boxes[:, 2]) & (boxes[:, 1] < boxes[:, 3])
-    clipped = clip(boxes[proper], size)
-    dropped["inside out"] += int((~proper).sum())
-    dropped["outside the image"] += len(boxes) - int((~proper).sum()) - len(clipped)
+    finite = boxes[np.isfinite(boxes).all(1)]
+    proper = finite[(finite[:, 0] < finite[:, 2]) & (finite[:, 1] < finite[:, 3])]
+    clipped = clip(proper, size)
+    dropped["not finite"] += len(boxes) - len(finite)
+    dropped["inside out"] += len(finite) - len(proper)
+    dropped["outside the image"] += len(proper) - len(clipped)
     return clipped
 
 

@@ -44,7 +44,9 @@ def result_path(config: EvalConfig, rebuilt: Rebuilt, kind: str, name: str, suff
 
 def _digest(config: EvalConfig, rebuilt: Rebuilt, own: Any) -> str:
     """Returns a short hash of what the result depends on, and of what only this kind of it does."""
-    depends = {**asdict(rebuilt.data), "precision": config.precision, "checkpoint": rebuilt.path.name}
+    # In a folder of the user's choice the results of several models may lie together.
+    checkpoint = str(rebuilt.path.absolute()) if config.output else rebuilt.path.name
+    depends = {**asdict(rebuilt.data), "precision": config.precision, "checkpoint": checkpoint}
     depends |= {"crop_pct": config.crop_pct, "interpolation": config.interpolation}
     depends |= {"model": asdict(config.model), "roots": config.roots, "on_damaged": config.on_damaged, "eval": own}
     depends |= {name: getattr(config, name) for name in ("num_images", "runs") if getattr(config, name)}

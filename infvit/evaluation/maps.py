@@ -15,8 +15,8 @@ from infvit.evaluation.baseline import open_model
 from infvit.evaluation.chosen import Chosen, choose, seen_boxes
 from infvit.evaluation.files import result_path
 from infvit.evaluation.images import pixels
-from infvit.evaluation.quality_figures import MapView, draw_maps
-from infvit.evaluation.rebuild import Rebuilt
+from infvit.evaluation.quality_figures import MapView, draw_maps, short
+from infvit.evaluation.rebuild import Rebuilt, model_labels
 from infvit.evaluation.relevance import about, relevance
 from infvit.evaluation.scoring import crop, settings
 from infvit.models.inspect import observe
@@ -43,7 +43,8 @@ def evaluate_maps(config: EvalConfig, rebuilt: Rebuilt, processes: Processes = A
         models = [rebuilt]
         for source in config.runs:
             models.append(open_model(replace(config, checkpoint=source, model=ModelConfig(name=""), runs=[])))
-        shown = [_views(config, model, chosen, indices) for model in models] if processes.first else []
+        labels = model_labels(models) if processes.first else []
+        shown = [_views(config, m, chosen, indices, label) for m, label in zip(models, labels, strict=False)]
     path = result_path(config, rebuilt, "figure", "maps", ".png")
     names = [chosen.name(index, rebuilt.data.root) for index in indices]
     if processes.first:
@@ -59,7 +60,7 @@ def evaluate_maps(config: EvalConfig, rebuilt: Rebuilt, processes: Processes = A
 
 
 def _views(
-    config: EvalConfig, rebuilt: Rebuilt, chosen: Chosen, indices: list[int]
+    config: EvalConfig, rebuilt: Rebuilt, chosen: Chosen, indices: list[int], label: str
 ) -> tuple[list[MapView], dict[str, Any]]:
     """Returns what one model sees in each image, and what the map is of."""
     transform = eval_transform(*crop(config, rebuilt), rebuilt.data, rebuilt.img_size, rebuilt.crop_mode)
@@ -71,7 +72,7 @@ def _views(
     maps, what = relevance(calls, config).cpu(), about(calls, config)
     if not maps.isfinite().all():
         raise DataError(f"{rebuilt.path}: the map of {what['layer']} is not finite; there is nothing to show.")
-    title = f"{what['mechanism']}, {what['map']}"
+    title = f"{short(label)}\n{what['mechanism']}, {what['map']}"
     views = []
     for index, image, relevance_of in zip(indices, pixels(images, rebuilt).numpy(), maps.numpy(), strict=True):
         boxes = seen_boxes(chosen, index, transform)

@@ -11,7 +11,7 @@ from infvit.config import EvalConfig, ModelConfig
 from infvit.engine.processes import ALONE, Processes
 from infvit.evaluation.baseline import open_model
 from infvit.evaluation.files import result_path
-from infvit.evaluation.rebuild import Rebuilt
+from infvit.evaluation.rebuild import Rebuilt, model_labels
 from infvit.evaluation.samples import examine
 from infvit.evaluation.spectral_figures import draw_smoothing
 from infvit.evaluation.tables import mean_sd, to_markdown, write_csv
@@ -41,7 +41,7 @@ def evaluate_oversmoothing(config: EvalConfig, rebuilt: Rebuilt, processes: Proc
         ]
     models = [rebuilt, *others]
     results = [_measure(config, model, processes) for model in models]
-    labels = _labels(models)
+    labels = model_labels(models)
     rows = [
         {"model": label, "layer": layer["layer"]}
         | {f"{name}{part}": layer[name][key] for name in COLUMNS for part, key in (("", "mean"), ("_sd", "sd"))}
@@ -76,9 +76,3 @@ def _measure(config: EvalConfig, rebuilt: Rebuilt, processes: Processes) -> dict
         {"layer": at, **{name: summary[at] for name, summary in summaries.items()}} for at in range(share.shape[1])
     ]
     return {**samples.about, "layers": layers}
-
-
-def _labels(models: list[Rebuilt]) -> list[str]:
-    """Returns short names of the models: their folder's, or the whole path where two are alike."""
-    names = [str(m.path) if str(m.path).startswith("timm/") else m.path.absolute().parent.name for m in models]
-    return [str(m.path) if names.count(name) > 1 else name for m, name in zip(models, names, strict=True)]

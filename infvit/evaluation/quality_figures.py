@@ -78,7 +78,7 @@ def draw_maps(views: Sequence[Sequence[MapView]], names: Sequence[str], path: Pa
     grid = figure.subplots(len(views), 1 + 2 * models, squeeze=False)
     for row, (line, name) in enumerate(zip(views, names, strict=True)):
         _show(grid[row, 0], line[0].pixels, line[0].boxes, "image" if row == 0 else "")
-        grid[row, 0].set_ylabel(_short(name), fontsize=6)
+        grid[row, 0].set_ylabel(short(name), fontsize=6)
         for column, view in enumerate(line):
             heat, overlay = grid[row, 1 + 2 * column], grid[row, 2 + 2 * column]
             height, width = view.pixels.shape[:2]
@@ -108,7 +108,8 @@ def _scaled(relevance: np.ndarray) -> np.ndarray:
     return (relevance - low) / (high - low) if high > low else np.zeros_like(relevance)
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
+    """Returns a name that fits over a panel: the end of a long one."""
     name = name.split(" (")[0]
     return name if len(name) <= 28 else "..." + name[-25:]
 

@@ -1,5 +1,6 @@
 """Model and data of a checkpoint, as they were, at this size or another."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ class Rebuilt:
     notes: list[str]
     folder: Path
     crop_mode: str = "center"
+
+
+def model_labels(models: Sequence[Rebuilt]) -> list[str]:
+    """Returns short names of models: their folder's, or the whole path where two are alike."""
+    names = [str(m.path) if str(m.path).startswith("timm/") else m.path.absolute().parent.name for m in models]
+    return [str(m.path) if names.count(name) > 1 else name for m, name in zip(models, names, strict=True)]
 
 
 def rebuild(source: str, weights: str, data_overrides: dict[str, Any]) -> Rebuilt:

@@ -122,7 +122,10 @@ def observe(model: nn.Module, images: Tensor) -> tuple[Tensor, list[AttentionCal
     model = _unwrapped(model)
     recorder = _Recorder(model, images)
     with torch.no_grad(), _evaluating(model), _fused(recorder.names), recorder.hooks(), recorder:
-        output: Tensor = model(images)
+        try:
+            output: Tensor = model(images)
+        except AssertionError as error:  # timm's word for images of another size
+            raise ConfigError(f"{type(model).__name__} does not take images {tuple(images.shape)}: {error}") from error
     missed = [name for layer, name in recorder.names.items() if all(layer is not call.layer for call in recorder.calls)]
     if missed:
         raise ConfigError(f"{missed[0]} took no part in the forward pass of {type(model).__name__}; it has no map.")
@@ -192,8 +195,8 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.model = type(model).__name__
         self.batch = len(images)
-        if images.ndim != 4:
-            raise ConfigError(f"images must be (B, C, height, width), not {tuple(images.shape)}.")
+        if images.ndim != 4 or not len(images):
+            raise ConfigError(f"images must be (B, C, height, width), B at least 1, not {tuple(images.shape)}.")
         self.prefix, self.grid = patch_layout(model, (images.shape[-2], images.shape[-1]))
         self.class_token = getattr(model, "cls_token", None) is not None
         known = (AttentionLayer, *TIMM_LAYERS)

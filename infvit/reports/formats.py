@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from infvit.reports.tables import Table
 
@@ -81,7 +82,8 @@ def to_html(table: Table) -> str:
 def draw_ablation(table: Table, path: Path) -> None:
     """Draws top-1 over the settings with its standard deviation, and the published figures on an axis of their own."""
     rows = {row.metric: row for row in table.rows}
-    figure = Figure(figsize=(max(5.0, 1.4 * len(table.columns)), 3.6), layout="constrained")
+    longest = max((len(part) for column in table.columns for part in column.split(", ")), default=0)
+    figure = Figure(figsize=(max(5.0, max(1.4, 0.1 * longest) * len(table.columns)), 3.6), layout="constrained")
     FigureCanvasAgg(figure)  # without pyplot: no global state, no display
     axes = figure.subplots()
     places = range(len(table.columns))
@@ -110,7 +112,7 @@ def draw_quality(table: Table, path: Path) -> None:
     """
     rows = {row.metric: row for row in table.rows}
     metrics = [name for name in ("morf", "lerf", "roc", "pr") if name in rows]
-    figure = Figure(figsize=(max(6.0, 1.3 * len(table.columns) + 3.5), 3.8), layout="constrained")
+    figure = Figure(figsize=(max(9.0, 1.3 * len(table.columns) + 3.5), 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     width = 0.8 / max(1, len(table.columns))
@@ -169,7 +171,11 @@ def draw_curves(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
         axes.set(title=title, xlabel=x_label, ylabel=y_label, ylim=(0, 1.02))
         axes.grid(alpha=0.3)
         if axes.lines:
-            axes.legend(frameon=False, fontsize=7)
+            handles, labels = axes.get_legend_handles_labels()
+            if along == "removed":
+                handles.append(Line2D([], [], linestyle="--", color="gray", linewidth=0.8))
+                labels.append("random order")
+            axes.legend(handles, labels, frameon=False, fontsize=7)
     _save(figure, path)
 
 

@@ -19,6 +19,11 @@ ROWS = (
     ("pr", "PR-AUC (%)", "prevalence", "prevalence of positives"),
 )
 """Measure, its row, and what a map of no use gives: which value of the result, and its row."""
+ALIKE = (
+    *("weights", "fill", "blur_sigma", "heads", "seed", "images_sha1", "annotations", "split"),
+    *("resolution", "crop_pct", "interpolation", "precision"),
+)
+"""Settings of a result that columns must share to be comparable."""
 RELATIVES = {
     f"{family}_{size}": f"{family}_4l" for family in ("vit", "infvit_pure", "infvit_linear") for size in ("4l", "mini")
 }
@@ -74,7 +79,24 @@ def _note(settings: Sequence[Setting]) -> str:
     models = {run.config["model"]["name"] if run.config else "" for run in runs}
     same = data == ["imagenet"] and models <= set(PUBLISHED)
     note = f"Maps: {', '.join(maps)}. Data: {', '.join(data)}."
+    files = sorted({Path(run.quality["checkpoint"]).name for run in runs if run.quality.get("checkpoint")})
+    note += f" Measured on {', '.join(files)}." if files else ""
+    note += f" **Not measured alike:** {unlike}." if (unlike := _unlike(settings)) else ""
     return note + ("" if same else " The published figures are of 4-layer models on ImageNet-1K, so no comparison.")
+
+
+def _unlike(settings: Sequence[Setting]) -> str:
+    """Names what was measured with other settings in one column than in another; empty if all is alike."""
+    found = []
+    for name in ALIKE:
+        labels: dict[str, list[str]] = {}
+        for setting in settings:
+            for value in sorted({str(run.quality.get(name)) for run in setting.runs if run.quality}):
+                labels.setdefault(value, []).append(setting.label)
+        if len(labels) > 1:
+            values = (f"{value}: {', '.join(who)}" for value, who in labels.items())
+            found.append(f"{name} ({'; '.join(values)})")
+    return ", ".join(found)
 
 
 def compared(runs: Sequence[RunView]) -> list[Setting]:
@@ -88,7 +110,7 @@ def find_quality(roots: Sequence[Path]) -> list[RunView]:
     """Returns every folder at and below some others in which `eval=attention_quality` left a result.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or one is damaged.
     """
     folders = {path.parent.resolve() for root in roots for path in root.rglob(f"{QUALITY_FILES}*.json")}
     if not folders:
@@ -96,7 +118,11 @@ def find_quality(roots: Sequence[Path]) -> list[RunView]:
             f"no result of eval=attention_quality in {', '.join(map(str, roots))}; run it first: "
             "python eval.py checkpoint=RUN_FOLDER eval=attention_quality"
         )
-    return [read_run(folder) for folder in sorted(folders)]
+    runs = [read_run(folder) for folder in sorted(folders)]
+    for run in runs:
+        if run.damage:
+            raise UserError(run.damage)
+    return runs
 
 
 def write_quality(folders: Sequence[Path], target: Path) -> Path:

@@ -156,7 +156,7 @@ def read_quality(folder: Path) -> dict[str, Any]:
         The result; empty if there is none.
 
     Raises:
-        UserError: one of them is damaged.
+        UserError: one of them is damaged, or they are of several models.
     """
     found = []
     for path in folder.glob(f"{QUALITY_FILES}*.json"):
@@ -164,6 +164,11 @@ def read_quality(folder: Path) -> dict[str, Any]:
             found.append((path.stat().st_mtime, dict(json.loads(path.read_text()))))
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is damaged; remove it, and evaluate again.") from error
+    models = sorted({str(Path(content.get("checkpoint", "")).parent) for _, content in found})
+    if len(models) > 1 and not is_run(folder):
+        raise UserError(
+            f"{folder} holds results of several models ({', '.join(models)}); give each an `output` of its own."
+        )
     return max(found, key=lambda entry: (entry[1].get("weights") == "raw", entry[0]))[1] if found else {}
 
 

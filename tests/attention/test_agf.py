@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -280,3 +281,24 @@ def test_the_loss_of_several_kinds_is_the_sum_of_their_means():
             u, columns = q[i, ..., :DIM].softmax(-1).numpy(), k[i].softmax(-2).numpy()
             expected = expected + layer.core.orthogonality.weight * gram_loss(u, columns) / 2
     assert float(total) == pytest.approx(float(expected), rel=1e-10)
+
+
+@pytest.mark.parametrize("args", [
+    {"theta0_trainable": "no"}, {"theta0_trainable": 1}, {"order": True}, {"order": 2.5}, {"order": "4"}, {"a": "x"},
+    {"a": [1]}, {"form": None}, {"orthogonality": True}, {"basis": 3},
+], ids=str)  # fmt: skip
+def test_a_value_of_another_type_is_refused_by_name(args):
+    ((name, value),) = args.items()
+    with pytest.raises(ConfigError, match=rf"^{name}={re.escape(repr(value))} of attention mechanism 'agf' must be"):
+        AttentionLayer(DIM * HEADS, HEADS, mechanism="agf", mechanism_args=args)
+
+
+def test_types_that_are_as_good_are_taken():
+    args = {"order": np.int64(3), "a": np.float32(1.5), "b": 1, "orthogonality": 0, "basis": None}
+    layer = AttentionLayer(DIM * HEADS, HEADS, mechanism="agf", mechanism_args=args)
+    assert (layer.core.order, layer.core.a, layer.core.b, layer.core.basis) == (3, 1.5, 1, "jacobi")
+
+
+def test_coefficients_beyond_all_numbers_are_refused():
+    with pytest.raises(ConfigError, match="exceed all numbers"):
+        jacobi_recurrence(4, 1e200, 1.0)

@@ -191,8 +191,8 @@ def test_wrapped_models_and_other_things_are_refused():
         infvit.revert(encoder())
     for kwargs, match in (
         ({"mechanism": "infsa_pur"}, "Did you mean"),
-        ({"slope": 1}, "takes"),
-        ({"mechanism": "softmax", "gamma": 0.5}, "takes nothing"),
+        ({"slope": 1}, "no 'slope'"),
+        ({"mechanism": "softmax", "gamma": 0.5}, "no 'gamma'. It takes none"),
         ({"mechanism": "agf"}, "projection of its own"),
         ({"mechanism": "linformer"}, "num_tokens"),
         ({"gamma": 1.5}, "strictly between"),
@@ -240,7 +240,7 @@ def test_linear_says_once_what_it_cannot_do():
     ("wrong", "message"),
     [
         ({"gamma": 1.5}, "gamma=1.5"),
-        ({"gamma": "0.5"}, "gamma=0.5"),
+        ({"gamma": "0.5"}, "gamma='0.5'"),
         ({"activation": "swish"}, "unknown activation 'swish'"),
         ({"mechanism": "linformer", "num_tokens": 0}, "num_tokens=0"),
         ({"mechanism": "cosformer", "eps": -1.0}, "eps=-1.0"),

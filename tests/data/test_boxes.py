@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torchvision import transforms
 
 from infvit.config import DataConfig
 from infvit.data import build_source, eval_transform
-from infvit.data.boxes import find_annotation, geometry, image_size, inside, open_boxes, read_voc
+from infvit.data.boxes import find_annotation, geometry, image_size, inside, open_boxes, read_coco, read_voc
 from infvit.data.source import FileSource, Selection
 from infvit.errors import ConfigError, DataError
 
@@ -74,8 +75,32 @@ def test_boxes_that_are_none_are_dropped_and_counted() -> None:
     dropped: Counter[str] = Counter()
     kept = inside(np.array(boxes, dtype=float), (500, 375), dropped)
     assert kept.tolist() == [[10, 10, 100, 100], [50, 50, 200, 200], [480, 300, 500, 375]]
-    assert dropped == {"inside out": 1, "outside the image": 1}
+    assert +dropped == {"inside out": 1, "outside the image": 1}
     assert len(inside(np.array([[0, 0, np.nan, 5]]), (9, 9), dropped)) == 0
+    assert +dropped == {"inside out": 1, "outside the image": 1, "not finite": 1}
+
+
+def test_parts_of_objects_are_no_objects_and_sides_may_have_a_point(tmp_path: Path) -> None:
+    box = "<bndbox><xmin>{0}</xmin><ymin>2</ymin><xmax>30</xmax><ymax>40</ymax></bndbox>"
+    part = f"<part><name>head</name>{box.format(5)}</part>"
+    size = "<size><width>50.0</width><height>60</height></size>"
+    file = tmp_path / "a.xml"
+    file.write_text(f"<annotation>{size}<object><name>dog</name>{box.format(1)}{part}</object></annotation>")
+    found = read_voc(file)
+    assert found.boxes.tolist() == [[1, 2, 30, 40]]
+    assert found.size == (50, 60)
+
+
+@pytest.mark.parametrize(("content", "message"), [
+    ([], "a list and no object"), ({"images": []}, "'annotations' is missing"),
+    ({"images": [], "annotations": [{"image_id": 9, "bbox": [1, 2, 3, 4]}]}, r"annotations\[0\] has image_id 9"),
+    ({"images": [{"id": 9, "file_name": "a"}], "annotations": [{"image_id": 9, "bbox": [1, 2, 3]}]},
+     r"annotations\[0\] has bbox \[1, 2, 3\], not"),
+])  # fmt: skip
+def test_what_is_wrong_in_a_coco_file_is_named(content: Any, message: str, tmp_path: Path) -> None:
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"boxes\.json is not a COCO annotation file \({message}"):
+        read_coco(tmp_path / "boxes.json")
 
 
 def test_voc_files(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import csv
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from infvit.errors import ConfigError, DataError
 from infvit.evaluation import evaluate
 from infvit.evaluation.attention_quality import evaluate_attention_quality
 from infvit.evaluation.chosen import choose
+from infvit.evaluation.files import result_path
 from infvit.evaluation.maps import evaluate_maps
 from infvit.evaluation.rebuild import Rebuilt
 from infvit.metrics import patch_labels
@@ -342,7 +344,7 @@ def test_boxes_of_maps_are_those_of_the_same_folder(tmp_path: Path, monkeypatch:
         Image.new("RGB", (64, 32)).save(tmp_path / "data" / "val" / label / "1.png")
     (tmp_path / "boxes" / "dog").mkdir(parents=True)
     (tmp_path / "boxes" / "dog" / "1.xml").write_text(
-        "<a><bndbox><xmin>20</xmin><ymin>8</ymin><xmax>64</xmax><ymax>24</ymax></bndbox></a>"
+        "<a><object><bndbox><xmin>20</xmin><ymin>8</ymin><xmax>64</xmax><ymax>24</ymax></bndbox></object></a>"
     )
     drawn: list[Any] = []
     monkeypatch.setattr("infvit.evaluation.maps.draw_maps", lambda views, names, path: drawn.extend(views))
@@ -364,3 +366,11 @@ def test_the_command(run: Path, tmp_path: Path) -> None:
     for wrong in ({"fill": "grey"}, {"heads": "mode"}, {"seed": -1}, {"blur_sigma": 0.0}):
         with pytest.raises(ConfigError, match=f"quality.{next(iter(wrong))}="):
             QualityConfig(**wrong)
+
+
+def test_results_of_two_models_in_one_folder_stand_side_by_side(tmp_path: Path) -> None:
+    """Both files are called best.pt. In its own folder a run that was moved keeps the names of its results."""
+    one, other = (replace(small(), path=tmp_path / name / "best.pt", folder=tmp_path / name) for name in "ab")
+    chosen, own = config(tmp_path / "out"), replace(config(tmp_path / "out"), output="")
+    assert len({result_path(chosen, model, "eval", "maps", ".json") for model in (one, other)}) == 2
+    assert len({result_path(own, model, "eval", "maps", ".json").name for model in (one, other)}) == 1

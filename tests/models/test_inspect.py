@@ -1,5 +1,7 @@
 """Maps and matrices of models against what their layers really compute."""
 
+import re
+
 import pytest
 import timm
 import torch
@@ -193,3 +195,10 @@ def test_a_map_of_nan_is_an_error() -> None:
     images[1] = torch.nan
     with pytest.raises(DataError, match=r"blocks\.0\.attn is not finite"):
         attention_maps(model, images)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 32, 32), (1, 3, 36, 32), (3, 32, 32)], ids=str)
+def test_images_that_do_not_fit_are_refused(shape: tuple[int, ...]) -> None:
+    model = timm.create_model("vit_mini")
+    with pytest.raises(ConfigError, match=rf"images.*{re.escape(str(shape))}"):
+        attention_maps(model, torch.zeros(shape))

@@ -14,10 +14,12 @@ import pytest
 from PIL import Image
 
 from infvit import report
+from infvit.errors import UserError
 from infvit.reports import formats
 from infvit.reports.ablation import ablation_table
 from infvit.reports.card import card_text
 from infvit.reports.page import render
+from infvit.reports.quality import write_quality
 from infvit.reports.runs import find_runs, read_quality
 
 Runs = Callable[..., Path]
@@ -114,6 +116,27 @@ def test_curves_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     band = figures[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert np.abs(band - 0.3).min() == pytest.approx(0.1 * 2**0.5), "0.3 and one standard deviation to either side"
     assert [len(axes.collections) for axes in figures[0].axes] == [1, 1, 1, 1]
+
+
+def test_what_was_not_measured_alike_is_named(tmp_path: Path) -> None:
+    """Else an experiment with another fill would stand beside the others as if it were the same measure."""
+    for name, values in {"a": {}, "b": {}, "c": {"fill": "black", "checkpoint": "/runs/c/best.pt"}}.items():
+        (tmp_path / name).mkdir()
+        same = {"fill": "mean", "heads": "mean", "images_sha1": "1", "checkpoint": f"/runs/{name}/last.pt"}
+        write(tmp_path / name, "raw", result(40.0, **{**same, **values}))
+    text = write_quality([tmp_path / "a", tmp_path / "b"], tmp_path / "out").read_text()
+    assert "alike" not in text
+    assert "Measured on last.pt." in text
+    text = write_quality([tmp_path], tmp_path / "out").read_text()
+    assert "**Not measured alike:** fill (mean: a, b; black: c)." in text
+    assert "Measured on best.pt, last.pt." in text
+
+
+def test_results_of_several_models_in_one_folder_are_not_one_column(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path, name, result(40.0, checkpoint=f"/runs/{name}/last.pt"))
+    with pytest.raises(UserError, match=r"several models \(/runs/a, /runs/b\); give each an `output` of its own"):
+        write_quality([tmp_path], tmp_path / "out")
 
 
 def test_nothing_to_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
