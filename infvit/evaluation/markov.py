@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from infvit.attention import Mechanism
+from infvit.attention.infsa import InfSA
 from infvit.attention.pure import katz_centrality
 from infvit.config import EvalConfig
 from infvit.engine.processes import ALONE, Processes
@@ -19,6 +21,7 @@ from infvit.evaluation.tables import to_markdown, write_csv
 from infvit.metrics.alignment import spearman
 from infvit.metrics.markov import (
     absorption,
+    absorption_probabilities,
     eigenvector_centrality,
     is_chain,
     katz,
@@ -39,7 +42,8 @@ def evaluate_markov(config: EvalConfig, rebuilt: Rebuilt, processes: Processes =
 
     Returns:
         `layers` with, over heads and images: gamma, mean and largest spectral radius; the least absorption, signed, and
-        how many tokens have a negative one; the share of graphs that are Markov chains; how the centralities agree.
+        how many tokens have a negative one; the share of graphs that are Markov chains, how many steps a walk takes in
+        these until it is absorbed, and how often that is where it began; how the centralities agree.
         Written too: `markov_layers_*.csv`, `.md`, and two figures: `.png` of the last layer on images, and
         `markov_example_*.png`, five tokens under the formulas of this page.
 
@@ -54,7 +58,8 @@ def evaluate_markov(config: EvalConfig, rebuilt: Rebuilt, processes: Processes =
         graphs: list[Graph] = []
         for call in calls:
             for at, matrix in enumerate(image_matrices(call)):
-                layers[at].append(_measured(matrix, f"{call.name} ({call.mechanism.name})"))
+                measured = _measured(matrix, f"{call.name} ({call.mechanism.name})")
+                layers[at].append(np.column_stack([_gamma(call.mechanism, len(matrix)), measured]))
                 if call is calls[-1]:
                     graphs.append(_graph(matrix, shots[at], call.prefix, call.grid))
         return list(zip(layers, graphs, strict=True))
@@ -78,8 +83,15 @@ def evaluate_markov(config: EvalConfig, rebuilt: Rebuilt, processes: Processes =
     return result
 
 
+def _gamma(mechanism: Mechanism, heads: int) -> np.ndarray:
+    """Returns gamma of each head; NaN where the mechanism has none."""
+    if not isinstance(mechanism, InfSA):
+        return np.full(heads, np.nan)
+    return np.broadcast_to(mechanism.decay().detach().double().cpu().flatten().numpy(), heads)
+
+
 def _measured(matrix: Tensor, what: str) -> np.ndarray:
-    """Returns numbers about the graphs (H, N, N), by head: (H, 7); see `_summary`."""
+    """Returns numbers about the graphs (H, N, N), by head: (H, 9); see `_summary`."""
     radius = require_convergent(matrix, f"M = gamma A of {what}")
     rest = absorption(matrix)
     # What no token takes from has 0 in theory, which ranks must see as equal.
@@ -88,20 +100,27 @@ def _measured(matrix: Tensor, what: str) -> np.ndarray:
     )
     known = np.isfinite(leading).all(-1)
     agree = [np.where(np.isfinite(other).all(-1), spearman(paths, other), np.nan) for other in (leading, rank)]
-    columns = [radius, rest.amin(-1), (rest < 0).sum(-1), is_chain(matrix)]
+    chain = is_chain(matrix)
+    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    steps = torch.linalg.solve(identity - matrix, torch.ones_like(rest)).mean(-1).where(chain, torch.nan)
+    back = absorption_probabilities(matrix).diagonal(dim1=-2, dim2=-1).mean(-1).where(chain, torch.nan)
+    columns = [radius, rest.amin(-1), (rest < 0).sum(-1), chain, steps, back]
     return np.stack([*(column.double().numpy() for column in columns), known, *agree], axis=-1)
 
 
 def _summary(values: np.ndarray) -> dict[str, Any]:
     """Puts together the rows of `_measured` of all heads and images of a layer."""
-    radius, least, negative, chain, known, leading, rank = values.T
+    gamma, radius, least, negative, chain, steps, back, known, leading, rank = values.T
     return {
         "graphs": len(values),
+        "gamma": _mean(gamma),
         "spectral radius, mean": float(radius.mean()),
         "largest": float(radius.max()),
         "least absorption": float(least.min()),
         "tokens with R < 0": int(negative.sum()),
         "Markov chains (%)": 100 * float(chain.mean()),
+        "visits until absorbed": _mean(steps),
+        "absorbed where begun (%)": None if (share := _mean(back)) is None else 100 * share,
         "without eigenvector": int((1 - known).sum()),
         "Katz ~ eigenvector": _mean(leading),
         "Katz ~ PageRank": _mean(rank),

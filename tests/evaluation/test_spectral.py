@@ -167,6 +167,17 @@ def test_markov_and_health_by_hand(name: str, tmp_path: Path) -> None:
         assert row["least absorption"] == pytest.approx(rest.min(), abs=1e-6)
         assert row["tokens with R < 0"] == (rest < 0).sum()
         assert row["Markov chains (%)"] == pytest.approx(100 * (rest >= 0).all(-1).mean())
+        assert row["gamma"] == pytest.approx(0.6, abs=1e-6)
+        visits, walked = np.zeros_like(m), np.broadcast_to(np.eye(m.shape[-1]), m.shape)
+        for _ in range(500):  # step by step, where the walk may be
+            visits, walked = visits + walked, walked @ m
+        chain = (rest >= 0).all(-1)
+        if chain.any():
+            assert row["visits until absorbed"] == pytest.approx(visits.sum(-1)[chain].mean(), rel=1e-5)
+            back = (visits * np.eye(m.shape[-1])).sum(-1) * rest
+            assert row["absorbed where begun (%)"] == pytest.approx(100 * back[chain].mean(), rel=1e-5)
+        else:
+            assert row["visits until absorbed"] is row["absorbed where begun (%)"] is None
         paths = np.linalg.inv(np.eye(m.shape[-1]) - m).sum(-2)
         values, vectors = np.linalg.eig(m.swapaxes(-1, -2))
         leading = np.abs(np.take_along_axis(vectors, np.abs(values).argmax(-1)[..., None, None], -1)[..., 0].real)
