@@ -255,7 +255,7 @@ def test_folders_that_are_typed_are_those_of_the_jobs(command: Callable, tmp_pat
 
 def test_values_that_refer_to_others_are_written_as_typed(command: Callable, tmp_path: Path) -> None:
     """Else the jobs that are listed would not be those that run, and the seeds of one setting would be several."""
-    ended = command("-m", *TINY, "seed=1,2", "max_steps=${seed}")
+    ended = command("-m", *TINY, "seed=1,2", "max_steps='${seed}'")
     assert sorted(ended.table.values()) == ["done", "done"]
     sweep = tmp_path / "runs" / "sweep"
     assert {path.name for path in read_jobs(sweep)} == {path.parent.name for path in sweep.glob("*/status.json")}
