@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_for(what: Callable[[], bool], seconds: float = 60) -> bool:
-    """Returns whether something became true in time."""
+def wait_for(what: Callable[[], bool], seconds: float = 600) -> bool:
+    """Returns whether something became true in time: much of it, as four busy processes may share two slow cores."""
     deadline = time.monotonic() + seconds
     while not what():
         if time.monotonic() > deadline:
