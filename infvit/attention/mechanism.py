@@ -9,7 +9,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from inspect import Parameter, signature
 from numbers import Integral, Real
-from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
+from types import UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -357,14 +358,18 @@ def check_hyperparameters(cls: type[Mechanism], args: dict[str, Any]) -> None:
     """
     known = hyperparameters(cls)
     for name in sorted(set(args) - known):
-        offered = f"{did_you_mean(name, known)} It takes {sorted(known)}." if known else "It takes none."
+        offered = did_you_mean(name, known) if known else "It takes none."
         raise ConfigError(f"attention mechanism {cls.name!r} has no {name!r}. {offered}")
     if not cls.capabilities.any_length and "num_tokens" not in args:
         raise ConfigError(f"attention mechanism {cls.name!r} is built for one number of tokens: give num_tokens.")
-    hints = get_type_hints(cls.__init__)
+    try:
+        hints = get_type_hints(cls.__init__)
+    except NameError:  # imported for the type checker only
+        return
     for name, value in args.items():
-        kinds = get_args(hints.get(name)) or (hints.get(name),)
-        if set(kinds) <= _WORDS.keys() and not any(_is_a(kind, value) for kind in kinds):
+        hint = hints.get(name)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if all(kind in _WORDS for kind in kinds) and not any(_is_a(kind, value) for kind in kinds):
             words = " or ".join(_WORDS[kind] for kind in kinds if kind is not type(None))
             raise ConfigError(f"{name}={value!r} of attention mechanism {cls.name!r} must be {words}.")
 

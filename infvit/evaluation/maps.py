@@ -43,8 +43,8 @@ def evaluate_maps(config: EvalConfig, rebuilt: Rebuilt, processes: Processes = A
         models = [rebuilt]
         for source in config.runs:
             models.append(open_model(replace(config, checkpoint=source, model=ModelConfig(name=""), runs=[])))
-        labels = model_labels(models) if processes.first else []
-        shown = [_views(config, m, chosen, indices, label) for m, label in zip(models, labels, strict=False)]
+        labeled = zip(models, model_labels(models), strict=True) if processes.first else ()
+        shown = [_views(config, model, chosen, indices, label) for model, label in labeled]
     path = result_path(config, rebuilt, "figure", "maps", ".png")
     names = [chosen.name(index, rebuilt.data.root) for index in indices]
     if processes.first:

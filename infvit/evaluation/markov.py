@@ -21,7 +21,6 @@ from infvit.evaluation.tables import to_markdown, write_csv
 from infvit.metrics.alignment import spearman
 from infvit.metrics.markov import (
     absorption,
-    absorption_probabilities,
     eigenvector_centrality,
     is_chain,
     katz,
@@ -101,9 +100,9 @@ def _measured(matrix: Tensor, what: str) -> np.ndarray:
     known = np.isfinite(leading).all(-1)
     agree = [np.where(np.isfinite(other).all(-1), spearman(paths, other), np.nan) for other in (leading, rank)]
     chain = is_chain(matrix)
-    identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    steps = torch.linalg.solve(identity - matrix, torch.ones_like(rest)).mean(-1).where(chain, torch.nan)
-    back = absorption_probabilities(matrix).diagonal(dim1=-2, dim2=-1).mean(-1).where(chain, torch.nan)
+    visits = neumann_kernel(matrix)
+    steps = visits.sum(-1).mean(-1).where(chain, torch.nan)
+    back = (visits.diagonal(dim1=-2, dim2=-1) * rest).mean(-1).where(chain, torch.nan)
     columns = [radius, rest.amin(-1), (rest < 0).sum(-1), chain, steps, back]
     return np.stack([*(column.double().numpy() for column in columns), known, *agree], axis=-1)
 

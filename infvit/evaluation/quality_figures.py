@@ -109,9 +109,9 @@ def _scaled(relevance: np.ndarray) -> np.ndarray:
 
 
 def short(name: str) -> str:
-    """Returns a name that fits over a panel: the end of a long one."""
+    """Returns a name that fits over a panel: of a long one both ends, as paths of two models may differ in either."""
     name = name.split(" (")[0]
-    return name if len(name) <= 28 else "..." + name[-25:]
+    return name if len(name) <= 28 else f"{name[:10]}...{name[-15:]}"
 
 
 def _figure(width: float, height: float) -> Figure:

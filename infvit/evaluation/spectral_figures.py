@@ -16,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from infvit.attention.mechanism import NO_MASK
 from infvit.attention.pure import pure_infsa_matrix
+from infvit.evaluation.quality_figures import short
 from infvit.metrics.markov import absorption, is_chain, katz, kernel_name, neumann_kernel
 
 EDGES = 24
@@ -84,8 +85,7 @@ def draw_smoothing(models: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
             known = [(row["layer"], row[name]["mean"], row[name]["sd"] or 0) for row in layers if row[name]["count"]]
             if known:
                 x, mean, sd = map(np.array, zip(*known, strict=True))
-                shown = label if len(label) <= 40 else f"...{label[-37:]}"  # a long one would leave no room for axes
-                (line,) = axes.plot(x, mean, marker=".", label=shown)
+                (line,) = axes.plot(x, mean, marker=".", label=short(label))  # a long one would leave the axes no room
                 axes.fill_between(x, mean - sd, mean + sd, color=line.get_color(), alpha=0.15)
         axes.set(title=title, xlabel="layer (0: input of the first)")
         axes.grid(alpha=0.3)

@@ -164,7 +164,8 @@ def read_quality(folder: Path) -> dict[str, Any]:
             found.append((path.stat().st_mtime, dict(json.loads(path.read_text()))))
         except (ValueError, TypeError) as error:
             raise UserError(f"{path} is damaged; remove it, and evaluate again.") from error
-    models = sorted({str(Path(content.get("checkpoint", "")).parent) for _, content in found})
+    files = {str(content.get("checkpoint", "")) for _, content in found}
+    models = sorted({file if file.startswith("timm/") else str(Path(file).parent) for file in files})
     if len(models) > 1 and not is_run(folder):
         raise UserError(
             f"{folder} holds results of several models ({', '.join(models)}); give each an `output` of its own."

@@ -3,6 +3,8 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
+from typing import Literal, Optional
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from torch.testing import assert_close
 from infvit.attention import AGF, AttentionLayer, Mask, collect_losses
 from infvit.attention import agf as module
 from infvit.attention.agf import Orthogonality, jacobi_recurrence, polynomial_sum
+from infvit.attention.mechanism import check_hyperparameters
 from infvit.attention.singularformer import Singularformer
 from infvit.errors import ConfigError
 from infvit.testing.cases import DIM, EXACT, HEADS, TOKENS, build, inputs_of, random
@@ -297,6 +300,24 @@ def test_types_that_are_as_good_are_taken():
     args = {"order": np.int64(3), "a": np.float32(1.5), "b": 1, "orthogonality": 0, "basis": None}
     layer = AttentionLayer(DIM * HEADS, HEADS, mechanism="agf", mechanism_args=args)
     assert (layer.core.order, layer.core.a, layer.core.b, layer.core.basis) == (3, 1.5, 1, "jacobi")
+
+
+@pytest.mark.parametrize("hint", [list[int], Callable[[int], int], Literal["x"], None], ids=str)
+def test_types_that_are_not_plain_are_left_to_the_mechanism(hint):
+    class Own(AGF):
+        def __init__(self, *args, size=None):
+            super().__init__(*args)
+
+    if hint is not None:
+        Own.__init__.__annotations__["size"] = hint
+    for value in ([1], max, "x"):
+        check_hyperparameters(Own, {"size": value})
+    Own.__init__.__annotations__["size"] = "NotKnownHere"
+    check_hyperparameters(Own, {"size": 1})
+    Own.__init__.__annotations__["size"] = Optional[int]  # noqa: UP045  (as users still write it)
+    check_hyperparameters(Own, {"size": None})
+    with pytest.raises(ConfigError, match="size=True of attention mechanism 'agf' must be an integer"):
+        check_hyperparameters(Own, {"size": True})
 
 
 def test_coefficients_beyond_all_numbers_are_refused():

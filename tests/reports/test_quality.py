@@ -132,10 +132,13 @@ def test_what_was_not_measured_alike_is_named(tmp_path: Path) -> None:
     assert "Measured on best.pt, last.pt." in text
 
 
-def test_results_of_several_models_in_one_folder_are_not_one_column(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("file", "models"), [
+    ("/runs/{}/last.pt", "/runs/a, /runs/b"), ("timm/{}", "timm/a, timm/b"),
+])  # fmt: skip
+def test_results_of_several_models_in_one_folder_are_not_one_column(file: str, models: str, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write(tmp_path, name, result(40.0, checkpoint=f"/runs/{name}/last.pt"))
-    with pytest.raises(UserError, match=r"several models \(/runs/a, /runs/b\); give each an `output` of its own"):
+        write(tmp_path, name, result(40.0, checkpoint=file.format(name)))
+    with pytest.raises(UserError, match=rf"several models \({models}\); give each an `output` of its own"):
         write_quality([tmp_path], tmp_path / "out")
 
 
