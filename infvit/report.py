@@ -11,6 +11,7 @@ python -m infvit.report RUN_FOLDER --push ORG/NAME    the same on the Hugging Fa
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -50,7 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", choices=("raw", "ema"), default="raw", help="which weights to export or push")
     options = parser.parse_args(arguments)
     try:
-        _write(options)
+        if options.html is not None:
+            _page(options)
+        else:
+            print("\n".join(_write(options)), flush=True)
+    except BrokenPipeError:  # `| head`: all is written by now, and nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -59,30 +65,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _write(options: argparse.Namespace) -> None:
-    if options.html is not None:
-        _page(options)
-        return
+def _write(options: argparse.Namespace) -> list[str]:
+    """Writes everything but the page, and returns what to say of it."""
     if options.quality is not None:
-        print(write_quality(options.folders, options.quality).read_text())
-        return
+        return [write_quality(options.folders, options.quality).read_text()]
     if options.efficiency is not None:
-        print(join_efficiency(options.folders, options.efficiency))
-        return
+        return [join_efficiency(options.folders, options.efficiency)]
+    said: list[str] = []
     for folder in options.folders:
         if options.export is not None or options.push is not None:
             if options.export is not None:
-                print(f"The model is in {export(folder, options.export, options.weights)}")
+                said.append(f"The model is in {export(folder, options.export, options.weights)}")
             if options.push is not None:
-                print(f"The model is at {push(folder, options.push, options.weights)}")
+                said.append(f"The model is at {push(folder, options.push, options.weights)}")
         elif (folder / RESULT).exists():
-            print(write_efficiency(folder))
+            said.append(write_efficiency(folder))
         elif is_run(folder):
-            print(f"The model card is {write_card(folder)}")
+            said.append(f"The model card is {write_card(folder)}")
         else:
             report = write_ablation(folder)
-            print(report.read_text())
-            print(f"written to {report} (also .csv, .tex, .png)")
+            said += [report.read_text(), f"written to {report} (also .csv, .tex, .png)"]
+    return said
 
 
 def _page(options: argparse.Namespace) -> None:

@@ -1,5 +1,6 @@
 """`eval=alignment`: the weights of Linear InfSA against the Perron eigenvector (arXiv 2603.00175, Table 2)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from infvit.evaluation.samples import examine
 from infvit.evaluation.spectral_figures import draw_alignment
 from infvit.evaluation.tables import mean_sd, shown, to_markdown, write_csv
 from infvit.metrics.alignment import REASONS, STATISTICS, alignment
-from infvit.models.inspect import attention_calls
+from infvit.models.inspect import AttentionCall, attention_calls
 
 IMAGES = 64
 PUBLISHED = {"cosine": {"mean": 0.985, "sd": 0.036}, "spearman": {"mean": 0.937, "sd": 0.132}}
@@ -37,11 +38,7 @@ def evaluate_alignment(config: EvalConfig, rebuilt: Rebuilt, processes: Processe
     activations: set[str] = set()
 
     def look(model: nn.Module, images: Tensor) -> list[dict[str, np.ndarray]]:
-        calls = attention_calls(model, images)
-        linear = [(call, call.mechanism) for call in calls if isinstance(call.mechanism, LinearInfSA)]
-        if not linear:
-            others = ", ".join(sorted({call.mechanism.name for call in calls}))
-            raise ConfigError(f"eval=alignment is about the weights of Linear InfSA; {rebuilt.path} has {others}.")
+        linear = linear_calls(attention_calls(model, images), str(rebuilt.path))
         activations.update(mechanism.activation for _, mechanism in linear)
         parts = []
         for call, mechanism in linear:
@@ -90,6 +87,19 @@ def evaluate_alignment(config: EvalConfig, rebuilt: Rebuilt, processes: Processe
         path.with_suffix(".md").write_text(table + "\n")
         draw_alignment(values, PUBLISHED, path.with_suffix(".png"))
     return result
+
+
+def linear_calls(calls: Sequence[AttentionCall], model: str) -> list[tuple[AttentionCall, LinearInfSA]]:
+    """Returns the calls of Linear InfSA, each with its mechanism.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    linear = [(call, call.mechanism) for call in calls if isinstance(call.mechanism, LinearInfSA)]
+    if not linear:
+        others = ", ".join(sorted({call.mechanism.name for call in calls}))
+        raise ConfigError(f"eval=alignment is about the weights of Linear InfSA; {model} has {others}.")
+    return linear
 
 
 def _published(name: str) -> str:

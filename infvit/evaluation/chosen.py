@@ -179,5 +179,5 @@ def place_boxes(chosen: Chosen, transform: Transform, side: int, grid: tuple[int
         )
     for what, count in chosen.dropped.items():
         if count:
-            log.warning("Left out %d boxes: %s.", count, what)
+            log.warning("Left out %d %s: %s.", count, "box" if count == 1 else "boxes", what)
     return annotated

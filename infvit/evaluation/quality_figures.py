@@ -28,7 +28,8 @@ def draw_perturbation(result: Mapping[str, Any], path: Path) -> None:
         if sd is not None:
             axes.fill_between(curves["removed"], mean - sd, mean + sd, color=color, alpha=0.12, linewidth=0)
     axes.set(xlabel="patches removed (%)", ylabel="score / intact score", xlim=(0, 100), ylim=(0, 1.02))
-    axes.set_title(f"{result['mechanism']}, {result['map']}, {result['perturbation_images']} images", fontsize=10)
+    images = f"{result['perturbation_images']} images (band: ± 1 standard deviation over them)"
+    axes.set_title(f"{result['mechanism']}, {result['map']}, {images}", fontsize=8)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=110)

@@ -25,6 +25,7 @@ from infvit.evaluation.maps import evaluate_maps
 from infvit.evaluation.markov import evaluate_markov
 from infvit.evaluation.matrices import evaluate_health
 from infvit.evaluation.oversmoothing import evaluate_oversmoothing
+from infvit.evaluation.possible import require_possible
 from infvit.evaluation.rebuild import Rebuilt, use_inference_form
 from infvit.evaluation.tables import write_csv
 
@@ -73,6 +74,7 @@ def evaluate(config: EvalConfig, report: Callable[[Path], str] | None = None) ->
         sets = open_sets(config, rebuilt, [name for name in config.eval if name in NAMES])
         if processes.first:
             require_writable(result_folder(config, rebuilt))
+        require_possible(config, rebuilt, config.eval)
     results = {name: _run(name, config, rebuilt, processes) for name in config.eval if name in ANALYSES}
     if config.reparameterize and len(results) < len(config.eval):
         use_inference_form(rebuilt)
@@ -111,4 +113,6 @@ def _lines(result: dict[str, Any]) -> str:
     def shown(value: Any) -> str:
         return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
 
-    return "\n".join(f"{name:<14} {shown(v)}" for name, v in result.items() if not isinstance(v, dict | list))
+    lines = {name: shown(value) for name, value in result.items() if not isinstance(value, dict | list)}
+    width = max(map(len, lines), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())

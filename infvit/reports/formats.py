@@ -150,7 +150,7 @@ def draw_curves(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
 
     Args:
         results: by label of the model what `eval=attention_quality` found for each seed. A line is the mean over the
-            seeds, its band their standard deviation. The dashed line is a random order of the same images.
+            seeds, its band their standard deviation. Dashed: a random order of the same images; dotted: chance.
         path: of the PNG.
     """
     figure = Figure(figsize=(15, 3.9), layout="constrained")
@@ -168,13 +168,18 @@ def draw_curves(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
                 axes.fill_between(x, lines.mean(0) - spread, lines.mean(0) + spread, color=color, alpha=0.15)
             if along == "removed":
                 axes.plot(x, np.mean([curves["random"] for curves in known], 0), "--", color=color, linewidth=0.8)
+            elif name == "pr":
+                prevalence = np.mean([run["prevalence"] for run in runs if name in run.get("curves", {})]) / 100
+                axes.plot([0, 1], [prevalence, prevalence], ":", color=color, linewidth=0.8)
         axes.set(title=title, xlabel=x_label, ylabel=y_label, ylim=(0, 1.02))
         axes.grid(alpha=0.3)
         if axes.lines:
+            if name == "roc":
+                axes.plot([0, 1], [0, 1], ":", color="gray", linewidth=0.8)
             handles, labels = axes.get_legend_handles_labels()
-            if along == "removed":
-                handles.append(Line2D([], [], linestyle="--", color="gray", linewidth=0.8))
-                labels.append("random order")
+            style, control = ("--", "random order") if along == "removed" else (":", "chance")
+            handles.append(Line2D([], [], linestyle=style, color="gray", linewidth=0.8))
+            labels.append(control)
             axes.legend(handles, labels, frameon=False, fontsize=7)
     _save(figure, path)
 

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from infvit.attention import AttentionLayer
-from infvit.config import DataConfig, EvalConfig, ModelConfig, RecipeConfig
+from infvit.config import DataConfig, EvalConfig, ModelConfig, QualityConfig, RecipeConfig
 from infvit.data import build_source, eval_transform
 from infvit.engine.checkpoint import read
 from infvit.engine.processes import ALONE, Processes
@@ -200,6 +200,25 @@ def test_softmax_diverges_and_is_healthy(tmp_path: Path) -> None:
     (row,) = evaluate_health(config, rebuilt)["layers"]
     assert row["dead heads (%)"] == row["dead query rows (%)"] == 0
     assert row["spectral radius, largest"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "message"),
+    [
+        ("vit_mini", ["health", "markov"], r"under softmax \(blocks.0.attn of .*\) rows sum to 1"),
+        ("vit_mini", ["oversmoothing", "alignment"], r"about the weights of Linear InfSA; .* has softmax"),
+        ("vit_mini", ["oversmoothing", "maps"], r"quality.block=7: the model has 2 attention layers"),
+        ("infvit_pure_mini", ["health", "attention_quality"], r"quality.block=7: the model has 2 attention layers"),
+    ],
+)
+def test_what_a_model_cannot_have_is_refused_before_anything_is_measured(
+    model: str, names: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rebuilt = built(model, tmp_path)
+    monkeypatch.setattr("infvit.evaluation.run.open_model", lambda config: rebuilt)
+    with pytest.raises(ConfigError, match=message):
+        evaluate(asked(tmp_path, eval=names, num_images=1, quality=QualityConfig(block=7)))
+    assert not list(tmp_path.glob("*.*"))
 
 
 def test_oversmoothing_by_hand(tmp_path: Path) -> None:

@@ -1,8 +1,11 @@
 """The ablation table of a sweep against means and deviations computed here, in every format."""
 
 import csv
+import os
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -194,6 +197,18 @@ def test_the_command(sweep: Path, capsys: pytest.CaptureFixture) -> None:
     out = capsys.readouterr().out
     assert "97.20 ± 0.30" in out
     assert str(sweep / "report.md") in out
+
+
+def test_what_nobody_reads_to_the_end(sweep: Path) -> None:
+    """`python -m infvit.report SWEEP | head -1`: the report is written, and there is no traceback."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "infvit.report", str(sweep)], stdout=writer, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (sweep / "report.md").stat().st_size
 
 
 @pytest.mark.parametrize(("name", "message"), [("no/such", "there is no folder"), ("", "there is no run in")])

@@ -99,20 +99,27 @@ def test_the_comparison(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_curves_of_several_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each model and its random order, the mean over seeds; what was not measured has no line."""
+    """A line for each model and what chance gives, the mean over seeds; what was not measured has no line."""
     figures = []
     monkeypatch.setattr(formats, "_save", lambda figure, path: figures.append(figure))
     both = {"removed": [0, 50, 100], "random": [1, 0.5, 0], "rate": [0, 1]}
     seeds = [
-        {"curves": {**both, "morf": [1, 0.2, 0], "lerf": [1, 0.9, 0], "roc": [0, 1], "pr": [1, 0.3]}},
-        {"curves": {**both, "morf": [1, 0.4, 0], "lerf": [1, 0.7, 0], "roc": [0.5, 1], "pr": [1, 0.1]}},
+        {
+            "curves": {**both, "morf": [1, 0.2, 0], "lerf": [1, 0.9, 0], "roc": [0, 1], "pr": [1, 0.3]},
+            "prevalence": 10.0,
+        },
+        {
+            "curves": {**both, "morf": [1, 0.4, 0], "lerf": [1, 0.7, 0], "roc": [0.5, 1], "pr": [1, 0.1]},
+            "prevalence": 14.0,
+        },
     ]
     other = {"curves": {"removed": [0, 50, 100], "random": [1, 0.4, 0], "morf": [1, 0.6, 0], "lerf": [1, 0.5, 0]}}
     formats.draw_curves({"a": seeds, "b": [other], "c": [{}]}, tmp_path / "x.png")
     panels = [[line.get_ydata().tolist() for line in axes.lines] for axes in figures[0].axes]
     assert panels[0] == [pytest.approx(y) for y in ([1, 0.3, 0], [1, 0.5, 0], [1, 0.6, 0], [1, 0.4, 0])]
     assert panels[1] == [pytest.approx(y) for y in ([1, 0.8, 0], [1, 0.5, 0], [1, 0.5, 0], [1, 0.4, 0])]
-    assert panels[2:] == [[pytest.approx([0.25, 1])], [pytest.approx([1, 0.2])]]
+    assert panels[2] == [pytest.approx([0.25, 1]), [0, 1]]
+    assert panels[3] == [pytest.approx([1, 0.2]), pytest.approx([0.12, 0.12])]
     band = figures[0].axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert np.abs(band - 0.3).min() == pytest.approx(0.1 * 2**0.5), "0.3 and one standard deviation to either side"
     assert [len(axes.collections) for axes in figures[0].axes] == [1, 1, 1, 1]
