@@ -15,10 +15,10 @@ from infvit.reports.runs import RunView, find_runs
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "embedded"
 """Where the runs of both lie: what one of the two has trained the other does not train again."""
-KEYS = ("recipe=quick", "recipe.ema_decay=null", "engine.eval_every=4", "data.num_workers=0", "engine.device=cpu")
+KEYS = ("recipe=quick", "recipe.ema_decay=null", "engine.eval_every=12", "data.num_workers=0", "engine.device=cpu")
 DIGITS = ("data=digits", "epochs=12")
 FOLDER = "${model.name}-seed-${seed}"
-EPOCHS = 4
+EPOCHS = 3
 """On the scenes, after the digits: from nothing, softmax needs ten epochs for what three teach it then."""
 
 

@@ -11,7 +11,7 @@ import time
 from embedded import ROOT, call, call_each, parse, print_time, train, weights
 
 MODELS = ("vit_mini", "infvit_pure_mini", "infvit_linear_mini")
-PERTURBED = 200
+PERTURBED = 100
 """Images for MoRF and LeRF, 59 forward passes each; ROC and PR take all 800 that are held out."""
 
 

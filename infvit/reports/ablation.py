@@ -9,7 +9,7 @@ from pathlib import Path
 from infvit.engine.record import replace_text
 from infvit.engine.status import STATES, job_name
 from infvit.reports.formats import draw_ablation, to_csv, to_latex, to_markdown
-from infvit.reports.published import ABLATION, SOURCE
+from infvit.reports.published import ABLATION, AGF_IN_WORDS, AGF_SOURCE, SOURCE, published_top1
 from infvit.reports.runs import RunView, find_runs
 from infvit.reports.tables import PENDING, Cell, Row, Table
 
@@ -24,6 +24,7 @@ METRICS = (
     ("train_ms", "latency, training (ms)", 1, False),
     ("infer_ms", "latency, inference (ms)", 1, False),
 )
+TABLE_4 = f"{SOURCE}, Table 4"
 ABLATION_ORDER = {f"{key}={value}": number for number, (key, value) in enumerate(ABLATION)}
 
 
@@ -53,11 +54,14 @@ class Setting:
         order = [*STATES[1:], "running", "stopped", "damaged", "missing"]
         return ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
 
-    def published(self, metric: str) -> float | None:
-        """Returns the published figure of this setting, if there is one."""
+    def published(self, metric: str) -> tuple[float, str] | None:
+        """Returns the published figure of this setting and where it stands, if there is one."""
         pairs = (override.partition("=")[::2] for override in self.overrides)
         figures = [ABLATION[key, value] for key, value in pairs if (key, value) in ABLATION]
-        return figures[0].get(metric) if len(figures) == 1 else None
+        if len(figures) == 1 and metric in figures[0]:
+            return figures[0][metric], TABLE_4
+        of_models = {published_top1(run.config) for run in self.runs if run.config} if metric == "top1" else set()
+        return of_models.pop() if len(of_models) == 1 else None
 
 
 def settings_of(runs: Sequence[RunView]) -> list[Setting]:
@@ -90,18 +94,19 @@ def _matters(override: str) -> bool:
 def ablation_table(runs: Sequence[RunView], title: str) -> Table:
     """Builds the table of a sweep."""
     settings = settings_of(runs)
-    rows = []
+    rows, sources = [], set()
     for metric, label, digits, known in METRICS:
         if known and metric != "top1" and not any(setting.scores(metric) for setting in settings):
             continue
         rows.append(Row(metric, label, digits, tuple(_cell(s, metric, known) for s in settings)))
-        published = tuple(Cell.of([] if (p := s.published(metric)) is None else [p]) for s in settings)
-        if any(cell.mean is not None for cell in published):
-            rows.append(Row(f"{metric}_published", "  published", 1 if metric in _PERCENT else 0, published))
+        published = [s.published(metric) for s in settings]
+        if any(published):
+            cells = tuple(Cell.of([] if figure is None else [figure[0]]) for figure in published)
+            rows.append(Row(f"{metric}_published", "  published", 1 if metric in _PERCENT else 0, cells))
+            sources |= {figure[1] for figure in published if figure is not None}
     errors = tuple(f"{run.name}: {run.error}" for run in runs if run.error)
     labels, progress = tuple(s.label for s in settings), tuple(s.progress for s in settings)
-    beside = any(row.metric.endswith("_published") for row in rows)
-    return Table(title, labels, tuple(rows), progress, _note(runs, beside), errors)
+    return Table(title, labels, tuple(rows), progress, _note(runs, sources), errors)
 
 
 _PERCENT = ("top1", "ema_top1", "morf", "lerf", "roc")
@@ -118,7 +123,7 @@ def _cell(setting: Setting, metric: str, known: bool) -> Cell:
     return Cell(text=next((state for state in order if state in states), "-"))
 
 
-def _note(runs: Sequence[RunView], beside: bool) -> str:
+def _note(runs: Sequence[RunView], sources: set[str]) -> str:
     """Says what was run, and whether the published figures are of the same."""
     what = {(run.config["model"]["name"], run.config["data"]["name"]) for run in runs if run.config}
     ran = ", ".join(f"{model} on {data}" for model, data in sorted(what)) or "nothing yet"
@@ -126,10 +131,12 @@ def _note(runs: Sequence[RunView], beside: bool) -> str:
     cut = sorted({run.config["max_steps"] for run in runs if run.config.get("max_steps")})
     short = f" Ended by max_steps={', '.join(map(str, cut))} updates." if cut else ""
     short += "".join(f" Latency: {where}." for where in sorted({r.latency["where"] for r in runs if r.latency}))
-    if not beside:
-        return f"Run: {ran}.{short}"
-    other = "" if same else " Published: infvit_linear_4l on ImageNet-1K, so no comparison."
-    return f"Run: {ran}.{short} Published: {SOURCE}, Table 4.{other}"
+    published = f" Published: {', '.join(sorted(sources))}." if sources else ""
+    if TABLE_4 in sources and not same:
+        published += " Published: infvit_linear_4l on ImageNet-1K, so no comparison."
+    if any("agf" in model for model, _ in what) and AGF_SOURCE not in sources:
+        published += f" {AGF_IN_WORDS}"
+    return f"Run: {ran}.{short}{published}"
 
 
 def write_ablation(folder: Path) -> Path:

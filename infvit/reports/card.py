@@ -12,8 +12,8 @@ from infvit.engine.record import replace_text
 from infvit.errors import UserError
 from infvit.evaluation.rebuild import Rebuilt, rebuild
 from infvit.models.build import convert_arguments, count_flops, count_parameters, model_arguments
-from infvit.reports.published import IMAGENET, SOURCE
 from infvit.reports.published import QUALITY as PUBLISHED_QUALITY
+from infvit.reports.published import SOURCE, published_top1
 from infvit.reports.runs import QUALITY, RunView, is_run, read_run
 
 FRONT = """\
@@ -133,9 +133,9 @@ def _scores(run: RunView) -> str:
         digits = 4 if name.endswith("loss") else 2
         lines.append(f"| {label} | {run.last(name):.{digits}f} | {best:.{digits}f} (epoch {abs(epoch)}) |")
     text = "\n".join(lines)
-    published = IMAGENET.get(run.config["model"]["name"])
-    if published and run.config["data"]["name"] == "imagenet":
-        text += f"\n\nPublished for this model: top-1 {published[0]} % on ImageNet-1K ({SOURCE})."
+    if published := published_top1(run.config):
+        data = run.config["data"].get("classes") or "ImageNet-1K"
+        text += f"\n\nPublished for this model: top-1 {published[0]} % on {data} ({published[1]})."
     return text
 
 

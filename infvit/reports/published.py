@@ -1,4 +1,7 @@
-"""Figures of "Infinite Self-Attention" (arXiv 2603.00175), to stand beside ours; none was measured here."""
+"""Published figures, to stand beside ours: of "Infinite Self-Attention" and of AGF. None was measured here."""
+
+from collections.abc import Mapping
+from typing import Any
 
 SOURCE = "arXiv 2603.00175"
 
@@ -29,9 +32,37 @@ IMAGENET: dict[str, tuple[float, float | None]] = {
     "infvit_pure_24l": (85.4, 79.8),
 }
 
+# AGF: top-1 in % of DeiT-S, by model and data.classes.
+AGF_SOURCE = "arXiv 2505.08516"
+AGF: dict[tuple[str, str | None], float] = {
+    ("deit_small_patch16_224", None): 79.8,
+    ("deit_small_agf", None): 80.3,
+    ("deit_small_patch16_224", "imagenet100"): 80.6,
+    ("deit_small_agf", "imagenet100"): 81.3,
+}
+AGF_IN_WORDS = (
+    "Published ({}): DeiT-S {} %, with AGF {} % on ImageNet-1K, {} % and {} % on ImageNet-100; the figures of its "
+    "ablations are not at hand."
+).format(AGF_SOURCE, *AGF.values())
+
 # Table 1: inference, batch 1, 1024 px. Energy there is latency x an assumed 200 W, not measured.
 EFFICIENCY_HARDWARE = "A100 40 GB"
 EFFICIENCY: dict[str, dict[str, float]] = {
     "vit_4l": {"latency_ms": 58.16, "images_per_s": 17.19, "energy_j": 11.63},
     "infvit_linear_4l": {"latency_ms": 4.33, "images_per_s": 230.95, "energy_j": 0.87},
 }
+
+
+def published_top1(config: Mapping[str, Any]) -> tuple[float, str] | None:
+    """Returns the published top-1 in % of what a run trained, and where it stands; None where there is none.
+
+    Args:
+        config: of the run. A model with options of its own, or other data than ImageNet, has no published figure.
+    """
+    model, data = config["model"], config["data"]
+    name, classes = model["name"], data.get("classes")
+    if data["name"] != "imagenet" or any(value not in (None, {}) for key, value in model.items() if key != "name"):
+        return None
+    if (name, classes) in AGF:
+        return AGF[name, classes], AGF_SOURCE
+    return (IMAGENET[name][0], SOURCE) if name in IMAGENET and classes is None else None

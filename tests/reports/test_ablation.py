@@ -16,7 +16,7 @@ from PIL import Image
 from infvit import report
 from infvit.engine.status import add_jobs
 from infvit.reports.ablation import ablation_table, settings_of, write_ablation
-from infvit.reports.published import ABLATION, IMAGENET
+from infvit.reports.published import ABLATION, AGF, IMAGENET
 from infvit.reports.runs import find_runs, read_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,8 +126,32 @@ def test_an_unpublished_setting_has_no_published_figure(tmp_path: Path, run_fold
     for model in ("vit_mini", "infvit_pure_mini"):
         run_folder(tmp_path / model, [f"model={model}"], [1.0, 2.0], model=model)
     table = ablation_table(find_runs(tmp_path), "t")
+    assert "Published" not in table.note
     assert table.columns == ("model=infvit_pure_mini", "model=vit_mini")
     assert not [row for row in table.rows if row.metric.endswith("published")]
+
+
+def test_published_figures_of_models_stand_beside_the_same_models(
+    tmp_path: Path, run_folder: Callable[..., Path]
+) -> None:
+    for model in ("deit_small_patch16_224", "deit_small_agf", "infvit_pure_4l", "infvit_linear_mini"):
+        run_folder(tmp_path / model, [f"model={model}"], [1.0, 2.0], model=model, data="imagenet")
+    table = ablation_table(find_runs(tmp_path), "t")
+    rows = {row.metric: dict(zip(table.columns, row.cells, strict=True)) for row in table.rows}
+    assert {label: cell.mean for label, cell in rows["top1_published"].items()} == {
+        "model=deit_small_patch16_224": 79.8, "model=deit_small_agf": 80.3, "model=infvit_pure_4l": 85.1,
+        "model=infvit_linear_mini": None,
+    }  # fmt: skip
+    assert "Published: arXiv 2505.08516, arXiv 2603.00175." in table.note
+    assert "no comparison" not in table.note
+
+
+def test_an_ablation_of_agf_names_what_is_published(tmp_path: Path, run_folder: Callable[..., Path]) -> None:
+    for order in (3, 4):
+        run_folder(tmp_path / str(order), [f"model.args.order={order}"], [1.0, 2.0], model="agf_mini")
+    table = ablation_table(find_runs(tmp_path), "t")
+    assert not [row for row in table.rows if row.metric.endswith("published")]
+    assert "DeiT-S 79.8 %, with AGF 80.3 % on ImageNet-1K, 80.6 % and 81.3 % on ImageNet-100" in table.note
 
 
 def test_published_figures_are_those_of_the_specification() -> None:
@@ -139,6 +163,7 @@ def test_published_figures_are_those_of_the_specification() -> None:
                             "roc": [76.6, 74.8, 77.2]}.items():  # fmt: skip
         assert [ABLATION["model.activation", kind][metric] for kind in kinds] == figures
     assert IMAGENET["infvit_pure_24l"] == (85.4, 79.8)
+    assert list(AGF.values()) == [79.8, 80.3, 80.6, 81.3]
 
 
 # Finding runs

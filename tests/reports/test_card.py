@@ -119,3 +119,29 @@ def test_what_has_no_card_or_model(tmp_path: Path, run_folder, capsys: pytest.Ca
 def test_the_published_figure_stands_beside_the_same_model(tmp_path: Path, run_folder) -> None:
     run_folder(tmp_path / "run", [], [80.0, 84.0], None, model="infvit_pure_4l", data="imagenet")
     assert "Published for this model: top-1 85.1 %" in card.card_text(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "options", "published"),
+    [
+        ("infvit_linear_4l", "imagenet", {}, "84.7 % on ImageNet-1K (arXiv 2603.00175)"),
+        ("infvit_linear_4l", "digits", {}, None),
+        ("infvit_linear_4l", "imagenet", {"classes": "imagenet100"}, None),
+        ("infvit_linear_4l", "imagenet", {"gamma": 0.3}, None),
+        ("infvit_linear_4l", "imagenet", {"args": {"depth": 3}}, None),
+        ("deit_small_agf", "imagenet", {}, "80.3 % on ImageNet-1K (arXiv 2505.08516)"),
+        ("deit_small_agf", "imagenet", {"classes": "imagenet100"}, "81.3 % on imagenet100 (arXiv 2505.08516)"),
+        ("deit_small_patch16_224", "imagenet", {"classes": "imagenet100"}, "80.6 % on imagenet100"),
+        ("deit_small_patch16_224", "imagenet", {"convert": "infsa_pure"}, None),
+    ],
+)
+def test_a_published_figure_is_that_of_the_same_model_and_data(
+    model: str, data: str, options: dict, published: str | None, tmp_path: Path, run_folder
+) -> None:
+    folder = run_folder(tmp_path / "run", [], [80.0, 84.0], None, model=model, data=data)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    for key, value in options.items():
+        config["data" if key == "classes" else "model"][key] = value
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    text = card.card_text(folder)
+    assert (f"Published for this model: top-1 {published}" in text) if published else "Published for" not in text
