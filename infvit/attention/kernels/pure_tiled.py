@@ -26,7 +26,7 @@ def second_level_cache() -> int:
 # By measurement on Zen 5 (1 MB of second-level cache a core) and Zen 3 (512 KB), see docs/performance.md: scores of
 # twice that size. Larger caches were not measured.
 SCORES = max(2**17, min(second_level_cache() // 2, 2**19))  # scores that are worked on at a time, per thread
-TILE = (SCORES // 512, 512)  # queries, keys: long sequences are cut into equal parts of about this size
+TILE = (1024, SCORES // 1024)  # queries, keys: long sequences are cut into equal parts of about this size
 SCORES_OFF_CPU = 2**24
 
 
@@ -78,18 +78,19 @@ def forward(q: Tensor, k: Tensor, v: Tensor, activation: str, causal: bool) -> t
     heads, rows, columns = tiles(q, k)
     memory = _memory(q, heads, rows, columns)
     for h in heads:
+        pairs = [(j, k[h, j].mT, v[h, j]) for j in columns]
         for i in rows:
             tile_q, total = q[h, i], squares[h, i]
             product = q.new_zeros(out[h, i].shape)  # not a part of `out`: bmm is slow where it is not contiguous
-            for j in columns:
+            for j, tile_k, tile_v in pairs:
                 if causal and j.start >= i.stop:
                     break
-                scores = _scores(memory, tile_q, k[h, j], scale)
+                scores = _scores(memory, tile_q, tile_k, scale)
                 phi(scores, out=scores)
                 if causal:
                     scores.tril_(i.start - j.start)
                 total += torch.linalg.vector_norm(scores, dim=-1).square_()
-                product.baddbmm_(scores, v[h, j])
+                product.baddbmm_(scores, tile_v)
             out[h, i] = product
     return out, squares
 
@@ -123,7 +124,7 @@ def backward(
                 if causal and j.start >= i.stop:
                     continue
                 tile_q, tile_grad = q[h, i], grad[h, i]
-                scores = _scores(memory, tile_q, tile_k, scale)
+                scores = _scores(memory, tile_q, tile_k.mT, scale)
                 phi, dphi = (_tile(m, scores.shape) for m in (memory_phi, memory_grad))
                 act.phi(scores, out=phi)
                 if causal:
@@ -171,6 +172,6 @@ def _tile(memory: Tensor, shape: torch.Size) -> Tensor:
     return memory[: shape.numel()].view(shape)
 
 
-def _scores(memory: Tensor, q: Tensor, k: Tensor, scale: float) -> Tensor:
-    scores = _tile(memory, torch.Size((*q.shape[:2], k.shape[1])))
-    return torch.baddbmm(scores, q, k.mT, beta=0, alpha=scale, out=scores)
+def _scores(memory: Tensor, q: Tensor, k_t: Tensor, scale: float) -> Tensor:
+    scores = _tile(memory, torch.Size((*q.shape[:2], k_t.shape[2])))
+    return torch.baddbmm(scores, q, k_t, beta=0, alpha=scale, out=scores)
