@@ -13,7 +13,7 @@ from embedded import ROOT, call, parse, print_time, sweep, train, weights
 
 MODELS = ("vit_mini", "infvit_pure_mini", "infvit_linear_mini", "agf_mini")
 ABLATIONS = ("ablation_agf_k", "ablation_agf_filter")
-ABLATED = 5
+ABLATED = 3
 """Epochs of each of their runs."""
 
 
@@ -34,8 +34,8 @@ def main() -> None:
         )
     first = ",".join(weights(runs[name][0]) for name in MODELS)
     call(1, "eval.py", "eval=oversmoothing", f"runs=[{first}]", f"output='{folder}'")
-    for done in (options.runs / "digit_scenes", *(folder / ablation for ablation in ABLATIONS)):
-        call(1, "-m", "infvit.report", str(done))
+    done = options.runs / "digit_scenes", *(folder / ablation for ablation in ABLATIONS)
+    call(1, "-m", "infvit.report", *map(str, done))
     print_time(start)
 
 
