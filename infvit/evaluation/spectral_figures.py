@@ -92,6 +92,7 @@ def draw_smoothing(models: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if axes.lines:
             axes.legend(frameon=False, fontsize="small")
+    figure.suptitle("mean over the images, bands: ± 1 standard deviation", fontsize="small")
     figure.savefig(path, dpi=110)
 
 
