@@ -57,9 +57,10 @@ def test_a_and_b_are_refused_where_a_denominator_is_zero_and_nowhere_else(order:
 
 
 def test_a_sum_that_is_zero_but_for_rounding_is_refused():
-    assert 2 * 2 + 0.1 - 2.1 - 2 != 0
+    a, b = 1.1 + 2.2, -5.3
+    assert 0 not in (2 + a + b, 2 * 2 + a + b - 2)
     with pytest.raises(ConfigError, match="k=2"):
-        jacobi_recurrence(2, 0.1, -2.1)
+        jacobi_recurrence(2, a, b)
     AGF(HEADS, DIM, order=3, a=0.5, b=-1.5)  # a + b = -1: as the paper has it, b from -2 to 2
     for value in (math.nan, math.inf):
         with pytest.raises(ConfigError, match="must be finite"):
