@@ -11,6 +11,7 @@ python -m infvit.report RUN_FOLDER --push ORG/NAME    the same on the Hugging Fa
 """
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -54,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _page(options)
         else:
             print("\n".join(_write(options)), flush=True)
-    except BrokenPipeError:
-        pass  # `| head`: all is written by now, and nobody reads on
+    except BrokenPipeError:  # `| head`: all is written by now, and nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains again at its end
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -177,9 +177,8 @@ def draw_curves(results: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) 
             if name == "roc":
                 axes.plot([0, 1], [0, 1], ":", color="gray", linewidth=0.8)
             handles, labels = axes.get_legend_handles_labels()
-            style, control = ("--", "random order") if along == "removed" else (":", "chance")
-            handles.append(Line2D([], [], linestyle=style, color="gray", linewidth=0.8))
-            labels.append(control)
+            handles.append(Line2D([], [], linestyle="--" if along == "removed" else ":", color="gray", linewidth=0.8))
+            labels.append("random order" if along == "removed" else "chance")
             axes.legend(handles, labels, frameon=False, fontsize=7)
     _save(figure, path)
 

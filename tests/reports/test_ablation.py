@@ -228,9 +228,9 @@ def test_what_nobody_reads_to_the_end(sweep: Path) -> None:
     """`python -m infvit.report SWEEP | head -1`: the report is written, and there is no traceback."""
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run(
-        [sys.executable, "-m", "infvit.report", str(sweep)], stdout=writer, stderr=subprocess.PIPE, text=True
-    )
+    buffered = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-m", "infvit.report", str(sweep)]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=buffered)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
     assert (sweep / "report.md").stat().st_size
