@@ -47,15 +47,21 @@ class StopRequest:
 def stop_request(patient: bool = False) -> Iterator[StopRequest]:
     """Listens for the signals that stop a run while the context is open, and puts the old handlers back.
 
-    The old ones may be those of submitit, which would start the job again without saving.
+    The old ones may be those of submitit, which would start the job again without saving. One of several processes
+    (`patient`) that ends with an error goes on to hold SIGTERM off: where one has gone torchrun sends it to the others
+    within a tenth of a second, and they still have to say what they saw.
     """
     request = StopRequest(patient)
     if threading.current_thread() is not threading.main_thread():
         yield request  # handlers can only be set in the main thread
         return
-    saved = [signal.signal(s, request.handle) for s in STOPPING]
+    saved = {s: signal.signal(s, request.handle) for s in STOPPING}
     try:
         yield request
+    except Exception:
+        if patient:
+            del saved[signal.SIGTERM]
+        raise
     finally:
-        for s, handler in zip(STOPPING, saved, strict=True):
+        for s, handler in saved.items():
             signal.signal(s, handler)

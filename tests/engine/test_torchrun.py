@@ -21,9 +21,11 @@ SMALL = (
 )  # fmt: skip
 FAILS = """
 import os
+import time
+from infvit import cli
 from infvit.engine import loop
 
-original, calls = loop.training_loss, 0
+original, calls, lost_another = loop.training_loss, 0, cli.lost_another
 
 def broken(*arguments):
     global calls
@@ -32,7 +34,11 @@ def broken(*arguments):
         raise MemoryError("no room")
     return original(*arguments)
 
-loop.training_loss = broken
+def slow(error):
+    time.sleep(2)  # by now torchrun has sent its SIGTERM
+    return lost_another(error)
+
+loop.training_loss, cli.lost_another = broken, slow
 """
 
 
