@@ -12,8 +12,7 @@ from infvit.engine.record import replace_text
 from infvit.errors import UserError
 from infvit.evaluation.rebuild import Rebuilt, rebuild
 from infvit.models.build import convert_arguments, count_flops, count_parameters, model_arguments
-from infvit.reports.published import QUALITY as PUBLISHED_QUALITY
-from infvit.reports.published import SOURCE, published_top1
+from infvit.reports.published import SOURCE, published_quality, published_top1
 from infvit.reports.runs import QUALITY, RunView, is_run, read_run
 
 FRONT = """\
@@ -145,9 +144,7 @@ def _quality(run: RunView) -> list[str]:
         return []
     chance = {"morf": run.quality["random_aoc"], "lerf": run.quality["random_auc"], "roc": 50.0,
               "pr": run.quality["prevalence"]}  # fmt: skip
-    published = (
-        PUBLISHED_QUALITY.get(run.config["model"]["name"], {}) if run.config["data"]["name"] == "imagenet" else {}
-    )
+    published = published_quality(run.config)
     lines = ["| | measured (%) | sd over images | chance | published |", "|---|---|---|---|---|"]
     for metric, name in QUALITY.items():
         figures = [run.quality[name], run.quality[f"{name}_sd"], chance[metric], published.get(metric)]

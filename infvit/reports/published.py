@@ -59,10 +59,25 @@ def published_top1(config: Mapping[str, Any]) -> tuple[float, str] | None:
     Args:
         config: of the run. A model with options of its own, or other data than ImageNet, has no published figure.
     """
-    model, data = config["model"], config["data"]
-    name, classes = model["name"], data.get("classes")
-    if data["name"] != "imagenet" or any(value not in (None, {}) for key, value in model.items() if key != "name"):
+    name, classes = config["model"]["name"], config["data"].get("classes")
+    if not _as_published(config):
         return None
     if (name, classes) in AGF:
         return AGF[name, classes], AGF_SOURCE
     return (IMAGENET[name][0], SOURCE) if name in IMAGENET and classes is None else None
+
+
+def published_quality(config: Mapping[str, Any]) -> Mapping[str, float]:
+    """Returns the published attention quality in %, by measure, of what a run trained; empty where there is none.
+
+    Args:
+        config: of the run.
+    """
+    known = QUALITY.get(config["model"]["name"], {})
+    return known if _as_published(config) and config["data"].get("classes") is None else {}
+
+
+def _as_published(config: Mapping[str, Any]) -> bool:
+    return config["data"]["name"] == "imagenet" and all(
+        value in (None, {}) for key, value in config["model"].items() if key != "name"
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
 
 from infvit import report
@@ -183,6 +184,11 @@ def test_the_card_and_the_page(sweep: Path, tmp_path: Path, run_folder: Runs) ->
     published = run_folder(tmp_path / "published", [], [80.0, 84.0], None, model="infvit_pure_4l", data="imagenet")
     write(published, "raw", result(50.0))
     assert "| morf | 50.0 | 5.5 | 40.5 | 71.7 |" in card_text(published)
+    config = yaml.safe_load((published / "config.yaml").read_text())
+    for part, key, value in (("model", "gamma", 0.3), ("data", "classes", "imagenet100")):
+        other = {**config, part: {**config[part], key: value}}
+        (published / "config.yaml").write_text(yaml.safe_dump(other))
+        assert "| morf | 50.0 | 5.5 | 40.5 | - |" in card_text(published)
     page = render(find_runs(sweep))
     for column in ("MoRF", "LeRF", "ROC", "PR"):
         assert f"<button>{column}</button>" in page
