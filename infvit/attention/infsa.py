@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from numbers import Real
+from typing import Any
 
 import torch
 from timm.layers import use_fused_attn
@@ -26,15 +28,15 @@ def get_activation(name: str) -> Callable[[Tensor], Tensor]:
     return ACTIVATIONS[name]
 
 
-def check_gamma(gamma: float) -> float:
+def check_gamma(gamma: Any) -> float:
     """Returns gamma if it lies in (0, 1), the range in which the sum over paths converges.
 
     Raises:
         ConfigError: gamma is outside (0, 1).
     """
-    if not isinstance(gamma, int | float) or not 0 < gamma < 1:
+    if not isinstance(gamma, Real) or not 0 < float(gamma) < 1:
         raise ConfigError(f"gamma={gamma} must lie strictly between 0 and 1.")
-    return gamma
+    return float(gamma)
 
 
 class PathDecay(nn.Module):

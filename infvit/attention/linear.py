@@ -15,8 +15,8 @@ from infvit.attention.mechanism import (
     Capabilities,
     Mask,
     Projections,
+    beyond_operators,
     full_precision,
-    in_forward_mode,
     zero_padded,
 )
 
@@ -172,7 +172,7 @@ class LinearInfSA(InfSA):
             x, weight = x.to(dtype), weights.q.to(dtype)
             bias = None if weights.q_bias is None else weights.q_bias.to(dtype)
             leaves = torch.compiler.is_exporting() or torch.jit.is_tracing()
-            if self.fused and weights.k is None and not leaves and not in_forward_mode():
+            if self.fused and weights.k is None and not leaves and not beyond_operators():
                 pooled, total = linear_pool(x, weight, bias, mask.keys, self.num_heads, self.activation)
             else:
                 pooled, total = self._pool(x.to(compute), F.linear(x, weight, bias).to(compute), weights, mask)

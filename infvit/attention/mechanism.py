@@ -299,9 +299,16 @@ def full_precision(x: Tensor) -> Iterator[torch.dtype]:
         yield torch.promote_types(x.dtype, torch.float32)
 
 
-def in_forward_mode() -> bool:
-    """Whether forward-mode derivatives are being taken (`torch.func.jvp`): a custom operator would give 0 for them."""
-    return not torch.compiler.is_compiling() and getattr(forward_ad, "_current_level", -1) >= 0
+def beyond_operators() -> bool:
+    """Whether derivatives are being taken that a custom operator lacks: those of `torch.func`, and forward-mode ones.
+
+    torch raises for `grad`, `vjp` and what is made of them, and takes forward-mode ones (`jvp`) as 0.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    vmap = torch._C._functorch.TransformType.Vmap
+    return getattr(forward_ad, "_current_level", -1) >= 0 or any(level.key() != vmap for level in transforms)
 
 
 _MECHANISMS: dict[str, type[Mechanism]] = {}
@@ -348,6 +355,12 @@ def hyperparameters(cls: type[Mechanism]) -> set[str]:
     """Returns the names of a mechanism's own hyperparameters: the keyword-only arguments of its constructor."""
     parameters = signature(cls.__init__).parameters.values()
     return {p.name for p in parameters if p.kind is Parameter.KEYWORD_ONLY}
+
+
+def with_defaults(cls: type[Mechanism], args: dict[str, Any]) -> dict[str, Any]:
+    """Returns all of a mechanism's own hyperparameters by name: those that are given, and defaults of the others."""
+    parameters = signature(cls.__init__).parameters
+    return {name: args.get(name, parameters[name].default) for name in hyperparameters(cls)}
 
 
 def check_hyperparameters(cls: type[Mechanism], args: dict[str, Any]) -> None:

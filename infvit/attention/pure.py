@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from infvit.attention.infsa import EPS, InfSA, get_activation
 from infvit.attention.kernels.pure_op import pure_infsa_op
-from infvit.attention.mechanism import NO_MASK, Capabilities, Mask, full_precision, in_forward_mode, zero_padded
+from infvit.attention.mechanism import NO_MASK, Capabilities, Mask, beyond_operators, full_precision, zero_padded
 from infvit.errors import ConfigError
 
 PATHS = ("plain", "tiled", "triton")
@@ -173,7 +173,7 @@ def pure_infsa(
 
 def choose_path(q: Tensor, v: Tensor, mask: Mask, dropout: float) -> str:
     """Returns how `pure_infsa` computes: `plain` where only that works, else `triton` where it runs, else `tiled`."""
-    if dropout > 0 or _over_pairs(mask) or in_forward_mode():
+    if dropout > 0 or _over_pairs(mask) or beyond_operators():
         return "plain"
     if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
         return "plain"  # a file for runtimes that do not know our operator
@@ -206,8 +206,8 @@ def _check_path(path: str, q: Tensor, v: Tensor, mask: Mask, dropout: float) -> 
         return
     if dropout > 0 or _over_pairs(mask):
         raise ConfigError(f"path={path!r} supports neither dropout nor masks over single pairs; use path='plain'.")
-    if in_forward_mode():
-        raise ConfigError(f"path={path!r} has no forward-mode derivative (torch.func.jvp); use path='plain'.")
+    if beyond_operators():
+        raise ConfigError(f"path={path!r} has no derivatives of torch.func and no forward-mode ones; use path='plain'.")
     if path == "triton" and (q.dtype not in TRITON_DTYPES or max(q.shape[-1], v.shape[-1]) > TRITON_CHANNELS):
         raise ConfigError(f"path='triton' takes up to {TRITON_CHANNELS} channels in float32, float16 or bfloat16, not "
                           f"{max(q.shape[-1], v.shape[-1])} in {q.dtype}; use path='tiled'.")  # fmt: skip

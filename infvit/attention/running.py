@@ -33,6 +33,7 @@ def continue_pure(
     past: Tensor | None = None,
     need_matrix: bool = False,
     groups: bool = False,
+    window: int | None = None,
 ) -> Piece:
     """Mixes the values of the last M of N tokens of a causal sequence, or of groups that do not all see each other.
 
@@ -48,6 +49,8 @@ def continue_pure(
         need_matrix: return the mixing matrix.
         groups: `mask.pairs` says which tokens see which, not in an order, and whoever sees a token sees what that one
             sees. A row is divided by the norm of the rows of the tokens it sees, so that none is felt that is not seen.
+        window: how many tokens, itself included, one may see at most. Behind padding that fills its window a token sees
+            none before it, and begins no document.
 
     Returns:
         Output, sums of squares with which the next piece goes on, matrix.
@@ -75,7 +78,7 @@ def continue_pure(
             scores = activated_scores(inputs[0] * core.scale, inputs[1] * core.scale, core.phi, mask.bias, allowed)
             rows = scores.square().sum(-1)
             ordered = None if mask.pairs is None else allowed
-            squares = _summed(allowed, rows) if groups else _running(rows, ordered, past)
+            squares = _summed(allowed, rows) if groups else _running(rows, ordered, past, window)
             weights = scores / (without_overflow(safe_sqrt(squares))[..., None] + EPS)
             out = F.dropout(weights, dropout) @ inputs[2]
             matrix = core.decay() * weights if need_matrix else None
@@ -83,12 +86,16 @@ def continue_pure(
     return Piece(zero_padded(out, mask.queries), squares, matrix)
 
 
-def _running(rows: Tensor, allowed: Tensor | None, past: Tensor | None) -> Tensor:
+def _running(rows: Tensor, allowed: Tensor | None, past: Tensor | None, window: int | None) -> Tensor:
     """Sums the squares of rows, (B, H, M), over each row and those before it in its document."""
     if allowed is None:
         return rows.cumsum(-1) + (0 if past is None else past[..., None])
-    earlier = allowed.tril(allowed.shape[-1] - allowed.shape[-2] - 1).any(-1)
-    document = (allowed.any(-1) & ~earlier).cumsum(-1)
+    last = allowed.shape[-1] - allowed.shape[-2] - 1  # the key before the first row's own
+    begins = allowed.any(-1) & ~allowed.tril(last).any(-1)
+    if window is not None:  # where it begins one, a key within its window is hidden from it, but not from all
+        of_others = allowed.any(-2, keepdim=True) & ~allowed
+        begins = begins & of_others.tril(last).triu(last - window + 2).any(-1)
+    document = begins.cumsum(-1)
     together = (document[..., :, None] == document[..., None, :]).tril()
     total = _summed(together, rows)
     return total if past is None else total + torch.where(document == 0, past[..., None], 0)

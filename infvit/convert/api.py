@@ -10,10 +10,12 @@ from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any, TypeVar
 
+import numpy as np
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from infvit.attention import AttentionLayer, LinearInfSA, Mechanism
+from infvit.attention.mechanism import with_defaults
 from infvit.convert import torch as torch_modules
 from infvit.convert.release import translate
 from infvit.convert.report import ConversionReport, Entry
@@ -101,6 +103,7 @@ def convert(
     mechanism = args.pop("mechanism", "infsa_pure")
     include, exclude = (_patterns(name, args.pop(name, None)) for name in ("include", "exclude"))
     types = _classes(target_types)
+    args = {name: value.item() if isinstance(value, np.generic) else value for name, value in args.items()}
     cls = check_mechanism(mechanism, args)
     _check_model(model)
     if not inplace:
@@ -113,7 +116,7 @@ def convert(
         if not _wanted(site.name, include, exclude) or (types and not issubclass(library_class(site.module), types)):
             kept.append(_noted(entry, "not asked for"))
             continue
-        if site.refusal is None and _same(site.module, cls, args):
+        if site.refusal is None and _same(site, cls, args):
             kept.append(_noted(entry, f"is {mechanism} already"))
             continue
         core, reason = _core(cls, site, args)
@@ -250,9 +253,19 @@ def _looked_for(known: Iterable[Library]) -> str:
     return f"Looked for: {'; '.join(library.name for library in known)}."
 
 
-def _same(module: nn.Module, cls: type[Mechanism], args: dict[str, Any]) -> bool:
-    core = converted_core(module)
-    return core is not None and type(core) is cls and core.__dict__.get("built_with") == args
+def _same(site: Site, cls: type[Mechanism], args: dict[str, Any]) -> bool:
+    """Whether a site has the mechanism that is asked for; it then drops what the module drops, and in its mode."""
+    core = converted_core(site.module)
+    if core is None or type(core) is not cls:
+        return False
+    built = core.__dict__.get("built_with")
+    if built is None or with_defaults(cls, built) != with_defaults(cls, args):
+        return False
+    if core.attn_drop.p != site.dropout and _core(cls, site, args)[0] is None:
+        return False  # it cannot drop anything; said where the site is refused
+    core.attn_drop.p = site.dropout
+    core.train(site.module.training)
+    return True
 
 
 def _core(cls: type[Mechanism], site: Site, args: dict[str, Any]) -> tuple[Mechanism | None, str]:

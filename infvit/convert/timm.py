@@ -15,7 +15,7 @@ from typing import Any
 from timm.layers import register_notrace_module
 from torch import nn
 
-from infvit.convert.site import Library, Site, library_class
+from infvit.convert.site import Library, Site, converted_core, library_class
 from infvit.convert.timm_doors import FusedDoor, ShiftedWindows, SoftmaxDoor
 
 Number = str | int | Callable[[Any], int]
@@ -236,4 +236,19 @@ def _number(module: nn.Module, number: Number) -> int:
     return int(getattr(module, number) if isinstance(number, str) else number(module))
 
 
-LIBRARY = Library("timm (its attention classes)", find)
+def settle(model: nn.Module) -> None:
+    """Renames the architecture under which timm saves a model, `NAME+MECHANISM` while it is converted.
+
+    timm builds a saved model by that name, and where its number of classes is another one reports the weights of a
+    mechanism, which its own attention has no place for, in a line of its log only. No model has the new name, so that
+    it raises.
+    """
+    for module in model.modules():
+        config = getattr(module, "pretrained_cfg", None)
+        if isinstance(config, dict) and config.get("architecture"):
+            plain = config["architecture"].partition("+")[0]
+            core = next((core for part in module.modules() if (core := converted_core(part))), None)
+            config["architecture"] = plain if core is None else f"{plain}+{core.name}"
+
+
+LIBRARY = Library("timm (its attention classes)", find, settle)

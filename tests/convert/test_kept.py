@@ -5,6 +5,7 @@ import io
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -80,13 +81,15 @@ def test_converting_again_changes_nothing_unless_the_arguments_do():
     converted = infvit.convert(encoder())
     with torch.no_grad():
         converted.layers[0].self_attn.infsa.decay.logit.fill_(2.0)  # learned
-    again = infvit.convert(converted)
-    assert_close(again.state_dict(), converted.state_dict(), rtol=0, atol=0)
-    assert not again.conversion_report.converted
+    for same in ({}, {"gamma": 0.7}, {"activation": "relu", "gamma_trainable": True}, {"rho_init": np.float64(0.7)}):
+        again = infvit.convert(converted, **same)
+        assert_close(again.state_dict(), converted.state_dict(), rtol=0, atol=0)
+        assert not again.conversion_report.converted
     other = infvit.convert(converted, gamma=0.3, gamma_trainable=False)
     assert len(other.conversion_report.converted) == 2
     assert other.layers[0].self_attn.infsa.decay().item() == pytest.approx(0.3)
     assert not other.layers[0].self_attn.infsa.decay.logit.requires_grad
+    assert infvit.convert(converted, gamma=np.float32(0.25)).layers[0].self_attn.infsa.decay.initial == 0.25
     linear = infvit.convert(converted, "infsa_linear")
     assert linear.layers[0].self_attn.infsa.name == "infsa_linear"
 

@@ -1,5 +1,6 @@
 """Converted timm models, against the formula in float64 from queries, keys and values that are written out here."""
 
+import json
 import pickle
 from copy import deepcopy
 
@@ -229,11 +230,21 @@ def test_saved_for_the_hub_a_converted_model_does_not_come_back_as_softmax(mecha
     save_for_hf(
         converted, tmp_path, model_args={**MODELS[name], "depth": 2, "num_classes": 5}, safe_serialization="both"
     )
-    with pytest.raises(RuntimeError, match=r"blocks\.0\.attn\.infsa"):
-        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
-    again = infvit.convert(timm.create_model(f"local-dir:{tmp_path}").double(), mechanism).eval()
+    for other in (
+        {},
+        {"num_classes": 3},
+        {"num_classes": 0},
+        {"features_only": True},
+    ):  # timm is lenient with a new head
+        with pytest.raises(RuntimeError, match=rf"{name}\+{mechanism}"):
+            timm.create_model(f"local-dir:{tmp_path}", pretrained=True, **other)
+    kept = json.loads((tmp_path / "config.json").read_text())
+    again = infvit.convert(timm.create_model(name, **kept["model_args"]).double(), mechanism).eval()
     again.load_state_dict(torch.load(tmp_path / "pytorch_model.bin"))
     assert_close(again(images(name)), converted(images(name)))
+    assert again.pretrained_cfg["architecture"] == f"{name}+{mechanism}"
+    save_for_hf(infvit.revert(again), tmp_path / "reverted", model_args=kept["model_args"])
+    assert type(timm.create_model(f"local-dir:{tmp_path / 'reverted'}", pretrained=True)) is type(again)
 
 
 @pytest.mark.parametrize("name", ["vit_srelpos_small_patch16_224", "beit_base_patch16_224"])

@@ -1,5 +1,6 @@
 """Models of Hugging Face transformers, against themselves with the formula in place of their softmax."""
 
+import copy
 from dataclasses import replace
 from functools import cache
 
@@ -138,6 +139,14 @@ def test_bidirectional_use_of_a_decoder():
     assert_close(outputs(converted(small), **small.call(), is_causal=False), expected)
 
 
+def test_gemma_that_is_said_to_be_bidirectional_is_refused():
+    """transformers' own functions disagree: under sdpa it is only without an attention_mask, under eager never."""
+    config = NAMES["Gemma"].make().config
+    config.use_bidirectional_attention = True
+    with pytest.raises(ConfigError, match="use_bidirectional_attention: whether a token then sees later ones differs"):
+        infvit.convert(hf.GemmaModel(config))
+
+
 @pytest.mark.parametrize("window", [2, 4])
 def test_full_and_sliding_layers_in_one_model(window):
     config = NAMES["Qwen3, 4 x 8"].make().config
@@ -192,6 +201,22 @@ def test_training_of_rt_detr_with_denoising():
     assert_close(matching(model, labels[0]), matching(model, labels[1]), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("denoising", [100, 0])
+def test_linear_trains_rt_detr_without_denoising_only(denoising):
+    model = NAMES["RT-DETR"].make().float()
+    config = copy.deepcopy(model.config)
+    config.num_denoising = denoising
+    with pytest.warns(UserWarning, match="same output"):
+        model = infvit.convert(type(model)(config), "infsa_linear").train()
+    call = {name: value.float() for name, value in NAMES["RT-DETR"].call().items()}
+    call["labels"] = [{"class_labels": torch.tensor([1]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]])}] * 2
+    if denoising:
+        with pytest.raises(ConfigError, match="masks over single query-key pairs"):
+            model(**call)
+    else:
+        assert model(**call).loss.isfinite()
+
+
 @each([NAMES[name] for name in ("ViT", "DETR", "T5 encoder", "Qwen3, 4 x 16, grouped keys")])
 def test_gradients_reach_gamma_and_what_they_reached(small):
     reached = []
@@ -219,6 +244,21 @@ def test_dropout_is_that_of_the_model_or_refused():
             module.attention_dropout = 0.1
     with pytest.raises(ConfigError, match="convert again"):
         model(x)
+    before = {name: value.clone().add_(0.5) for name, value in model.state_dict().items()}
+    model.load_state_dict(before)
+    again = infvit.convert(model, inplace=True)  # what was learned stays
+    assert_close(again.state_dict(), before, rtol=0, atol=0)
+    a, b = (again(x)[0] for _ in range(2))
+    assert not torch.equal(a, b)
+
+
+def test_a_dropout_that_a_mechanism_cannot_do_is_refused_when_it_is_asked_for_again():
+    model = infvit.convert(plain(NAMES["ViT"]), "efficient").train()
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.1
+    with pytest.raises(ConfigError, match="no weights between pairs of tokens to drop"):
+        infvit.convert(model, "efficient")
 
 
 @each([NAMES[name] for name in ("ViT", "BERT", "T5 encoder", "Llama, grouped keys", "Mistral")])

@@ -34,6 +34,29 @@ def stepwise(model, tokens, sizes, cache=None, **call) -> torch.Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("gap", [1, 2, 3])
+@pytest.mark.parametrize("name", ["Mistral", "Qwen3, 4 x 8"])
+@pytest.mark.parametrize("sizes", [[1] * 12, [3] + [1] * 9, [4, 6, 2]])
+def test_padding_that_fills_a_sliding_window_begins_no_text(name, gap, sizes):
+    config = NAMES[name].make().config
+    config.use_sliding_window, config.sliding_window = True, 3
+    if name.startswith("Qwen3"):
+        config.layer_types = ["full_attention", "sliding_attention"]
+    torch.manual_seed(0)
+    model = infvit.convert(NAMES[name].make().__class__(config).double().eval())
+    tokens, real = torch.randint(1, 50, (2, 12)), torch.ones(2, 12, dtype=torch.long)
+    real[0, 3 : 3 + gap] = 0
+    places = (real.cumsum(-1) - 1).clamp(min=0)
+    whole = model(input_ids=tokens, attention_mask=real, position_ids=places, use_cache=False).logits
+    cache, logits, start = DynamicCache(config=config), [], 0
+    for piece in tokens.split(sizes, 1):
+        new = slice(start, start := start + piece.shape[1])
+        call = {"attention_mask": real[:, : new.stop], "position_ids": places[:, new]}
+        logits.append(model(input_ids=piece, cache=cache, use_cache=True, **call).logits)
+    assert_close(torch.cat(logits, 1)[real.bool()], whole[real.bool()])
+
+
+@torch.no_grad()
 @each(CAUSAL)
 @pytest.mark.parametrize("sizes", [[1] * 7, [3, 1, 1, 2]])
 def test_pieces_equal_the_whole(small, sizes):

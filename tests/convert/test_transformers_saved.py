@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -61,6 +62,18 @@ def test_save_and_load_of_a_part(tmp_path):
     call = {**NAMES["Llama"].call(), "attention_mask": torch.tensor([[1] * 7, [0, 0, 1, 1, 1, 1, 1]])}
     assert_close(outputs(loaded, **call), outputs(model, **call))
     assert not hasattr(loaded.model.layers[0].self_attn, "infsa")
+
+
+@pytest.mark.parametrize(("name", "base"), [("BERT", "bert"), ("Llama", "model"), ("GPT-2", "transformer")])
+def test_the_model_inside_one_with_a_head_is_saved_by_itself(name, base, tmp_path):
+    config = NAMES[name].make().config
+    kind = {"BERT": hf.BertForMaskedLM, "Llama": hf.LlamaForCausalLM, "GPT-2": hf.GPT2LMHeadModel}[name]
+    torch.manual_seed(0)
+    inner = getattr(infvit.convert(kind(config).eval(), gamma=np.float32(0.3)), base)
+    inner.save_pretrained(tmp_path)
+    loaded, call = type(inner).from_pretrained(tmp_path), NAMES[name].call()
+    assert loaded.conversion_report.converted
+    assert_close(loaded(**call)[0], inner(**call)[0])
 
 
 def test_load_into_the_model_with_another_head(tmp_path):

@@ -36,8 +36,24 @@ def test_forward_mode_derivative_of_a_model_is_that_of_differences(name):
     torch.testing.assert_close(tangent, difference, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("name", ["infvit_pure_mini", "infvit_linear_mini"])
+def test_gradients_of_torch_func_are_those_of_autograd(name):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, img_size=16).double().eval()
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    plain = x.detach()
+    torch.testing.assert_close(torch.func.grad(lambda x: model(x).square().sum())(plain), expected)
+    one = torch.func.grad(lambda image: model(image[None]).square().sum())
+    torch.testing.assert_close(torch.func.vmap(one)(plain), expected)
+
+
 def test_the_tiled_path_refuses_forward_mode():
     q, k, v = qkv()
+    with pytest.raises(ConfigError, match=r"no derivatives of torch\.func"):
+        torch.func.grad(lambda x: pure_infsa(x, k, v, path="tiled").sum())(q)
     with pytest.raises(ConfigError, match="forward-mode"):
         torch.func.jvp(lambda x: pure_infsa(x, k, v, path="tiled"), (q,), (q,))
 

@@ -92,7 +92,8 @@ def attention(
     plain = attention_mask is not None and attention_mask.ndim == 2 and attention_mask.dtype == torch.bool
     if causal or plain:
         call |= _masks(attention_mask, query, key)
-        out, weights = _causal(module, core, query, key, value, call, infsa_cache, need)
+        window = kwargs.get("sliding_window")
+        out, weights = _causal(module, core, query, key, value, call, infsa_cache, need, window)
     elif isinstance(core, PureInfSA) and attention_mask is not None and getattr(module, "groups", False):
         q, k, pairs = read_call(core, query, key, **call, mask=attention_mask)
         out, _, weights = continue_pure(core, q, k, value, pairs, need_matrix=need, groups=True)
@@ -112,6 +113,7 @@ def _causal(
     call: dict[str, Any],
     cache: Any,
     need: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Mixes the last M of N tokens of a causal sequence."""
     new, tokens = q.shape[-2], k.shape[-2]
@@ -122,7 +124,7 @@ def _causal(
             raise ConfigError("Pure InfSA needs the cache with which its earlier tokens were computed: pass cache=....")
         past = None if layer is None else past_squares(layer, new, type(module).__name__, k)
         q, k, mask = read_call(core, q, k, **call)
-        out, squares, weights = continue_pure(core, q, k, v, mask, past, need)
+        out, squares, weights = continue_pure(core, q, k, v, mask, past, need, window=window)
         if layer is not None:
             keep_squares(layer, squares, past)
         return out, weights

@@ -136,8 +136,9 @@ def past_squares(layer: Any, new: int, name: str, keys: Tensor) -> Tensor | None
     if squares is None or squares.shape[-1] != past:
         raise ConfigError(
             f"the cache holds {past} earlier tokens of {name} without the sums of squares of Pure InfSA: a model "
-            "that was not converted filled it, or something other than its own methods changed it. Begin with a new "
-            "DynamicCache."
+            "that was not converted filled it, something other than its own methods changed it, or those tokens saw "
+            "later ones (a prefix that is not causal). Begin with a new DynamicCache; in the last case: use_cache="
+            "False."
         )
     return _WithoutGradient.apply(squares[..., -1], keys)
 

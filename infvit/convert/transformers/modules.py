@@ -6,6 +6,7 @@ their configuration gets our name, under which `infvit.convert.transformers.atte
 """
 
 import inspect
+import re
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
@@ -132,7 +133,8 @@ def find(model: nn.Module) -> list[Site]:
         known = KNOWN.get(_path(cls))
         if known is None:
             inside = bool(sites) and name.startswith(f"{sites[-1].name}.")
-            if "deformable" in cls.__name__.lower() and cls.__module__.startswith(MODELS) and not inside:
+            samples = re.search("deformable.*attention", cls.__name__, re.IGNORECASE)
+            if samples and cls.__module__.startswith(MODELS) and not inside:
                 reason = "samples a few points of feature maps: it has no product of queries and keys to replace"
                 sites.append(Site(name, module, 0, 0, refusal=reason))
             continue
@@ -168,6 +170,11 @@ def _refusal(module: nn.Module, quantised: list[Any]) -> str | None:
         return "the model is quantised, and its configuration has no place to say that it was converted"
     if getattr(module, "is_cross_attention", False) or _is_t5_cross(module):
         return "cross-attention of a causal decoder: transformers' caches hold no sums of squares for it"
+    if _path(library_class(module)).startswith("gemma.") and not module.is_causal:
+        return (
+            "use_bidirectional_attention: whether a token then sees later ones differs between transformers' own "
+            "attention functions, and with whether there is an attention_mask"
+        )
     return None
 
 

@@ -50,7 +50,8 @@ def check_recorded(name: str) -> None:
     record = getattr(model.config, "quantization_config", None)
     groups = record["conversions"] if isinstance(record, dict) and is_ours(record) else []
     recorded = {module for group in groups for module in group["modules"]}
-    if not recorded & {name, name.removeprefix(f"{model.base_model_prefix}.")}:
+    prefix = f"{model.base_model_prefix}."  # the model inside one with a head shares its configuration
+    if not recorded & {name, name.removeprefix(prefix), prefix + name}:
         raise ConfigError(
             f"{name} was converted by itself, or the part of the model around it, and the configuration of "
             f"{type(model).__name__} does not say so: it would come back with softmax. Before saving, convert the "
