@@ -4,6 +4,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 ARGS   ?=
+TESTS  ?= not slow
 
 .PHONY: train test lint mutants faults quality agf bench docs clean
 
@@ -15,8 +16,9 @@ $(READY): pyproject.toml constraints.txt
 train: $(READY) ## train infvit_linear_mini on scikit-learn's digits; ARGS="key=value ..." changes anything
 	$(RUN)/python train.py $(ARGS)
 
-test: $(READY) lint ## one thread per worker: two busy processes of two threads crawl
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --numprocesses 2 --dist loadgroup
+# One thread per worker: two busy processes of two threads crawl.
+test: $(READY) lint ## TESTS=slow for the slow ones, TESTS="slow or not slow" for all, as CI runs them
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest --numprocesses 2 --dist loadgroup -m "$(TESTS)"
 
 lint: $(READY)
 	$(RUN)/ruff check .

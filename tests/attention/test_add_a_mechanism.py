@@ -85,6 +85,7 @@ def test_example_trains_in_a_model(my_linear):
     assert losses[-1] < 0.75 * losses[0]
 
 
+@pytest.mark.slow
 def test_our_suite_takes_in_a_mechanism_from_outside(package):
     suite = "tests/attention/test_attention_contract.py"
     code, out = run(package, "-m", "pytest", "-p", "no:cacheprovider", suite, "-k", "my_linear and (padding or causal)",

@@ -193,6 +193,7 @@ def test_an_interruption_ends_the_sweep(command: Command, monkeypatch, error: Ba
     assert started == [1, 2, 9]
 
 
+@pytest.mark.slow
 def test_nothing_leaks_from_job_to_job(command: Command, tmp_path: Path):
     """The same job alone, first, and after another one with other global settings gives the same numbers."""
 
@@ -268,6 +269,7 @@ def test_a_job_that_slurm_starts_again_has_no_result(command: Command, monkeypat
 # A process of its own
 
 
+@pytest.mark.slow
 def test_in_a_process(tmp_path: Path):
     command = [sys.executable, str(ROOT / "train.py"), "epochs=-1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -13,6 +13,7 @@ def main(name: str):
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
 def test_fine_tuning_brings_a_converted_vit_back(library):
     found = main("finetune_vit")(["--library", library, "--epochs", "8", "--scenes", "320"])

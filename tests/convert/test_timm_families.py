@@ -203,6 +203,7 @@ def test_classes_alone_are_exact(part, shape):
     compare(layer.eval(), torch.randn(shape).double())
 
 
+@pytest.mark.slow
 def test_no_family_and_no_class_is_left_out():
     attention = re.compile(r"scaled_dot_product_attention\(|softmax\(|\b\w*(Attention|Attn)\w*\(|MultiheadAttention")
     for family in list_modules():

@@ -73,6 +73,7 @@ def test_a_run_trains_gamma_and_comes_back_converted(run):
         card.push(run, "nobody/nothing")
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_converted(run, tmp_path, monkeypatch):
     original, calls = loop.train_update, count()
 

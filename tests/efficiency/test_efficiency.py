@@ -170,6 +170,7 @@ def test_a_check_at_fewer_tokens_is_marked(tmp_path: Path, machine: Machine) -> 
 # Files
 
 
+@pytest.mark.slow
 def test_tables_figures_and_redrawing(tmp_path: Path, machine: Machine) -> None:
     machine.milliseconds = lambda cell: cell.resolution / 10 if "linear" in cell.model else cell.resolution**2 / 100
     models = ["vit_mini", "infvit_linear_mini"]

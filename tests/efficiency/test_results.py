@@ -29,6 +29,7 @@ def shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_what_was_interrupted_says_so(tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyboardInterrupt):
         measure(tmp_path / "a", Interrupted(), sizes=(32, 64), modes=["inference", "training"], highest=128)

@@ -68,6 +68,7 @@ def by_timm(
     return logits.numpy(), dataset.filenames(basename=False, absolute=False), torch.cat([t for _, t in batches]).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "set_name"),
     [("test_vit", "imagenet"), ("test_vit", "imagenet_a"), ("test_resnet", "imagenet"), ("test_nfnet", "imagenet_a")],

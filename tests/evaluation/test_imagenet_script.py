@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from command import Command
 from imagenet_trees import FILE, WNIDS, paint
 
 pytestmark = pytest.mark.slow
@@ -56,14 +57,18 @@ def test_check_says_what_is_missing(folder: Path) -> None:
     assert err.splitlines()[-1] == "error: 2 of 2 sets are not whole: imagenet, imagenet_real (see above)."
 
 
-def test_mistakes_are_one_line(folder: Path) -> None:
+def test_mistakes_are_one_line(folder: Path, command: Command) -> None:
+    code, _, err = call(folder, "model=timm/test_resnett", "eval=imagenet")
+    assert code == 1
+    assert err.startswith("error: unknown model=timm/test_resnett. Did you mean")
+    assert len(err.splitlines()) == 1
+    torch.save(timm.create_model("resnet18").state_dict(), folder / "resnet18.pt")
     for arguments, message in (
-        (("model=timm/test_resnett", "eval=imagenet"), "error: unknown model=timm/test_resnett. Did you mean"),
         (("eval=imagenet",), "error: checkpoint=... is missing: name a run folder"),
-        (("model=timm/test_resnet", "checkpoint=w.pt", "eval=imagenet_a", "data.root=root"),
+        (("model=timm/resnet18", "checkpoint=resnet18.pt", "eval=imagenet_a", "data.root=root"),
          "error: data.root=root has no imagenet_a (looked for imagenet-a, imagenet_a)"),
     ):  # fmt: skip
-        code, _, err = call(folder, *arguments)
-        assert code == 1
-        assert err.splitlines()[-1].startswith(message)
-        assert len(err.splitlines()) == 1
+        ended = command(*arguments, script="eval.py")
+        assert ended.code == 1
+        assert ended.err.startswith(message)
+        assert len(ended.err.splitlines()) == 1

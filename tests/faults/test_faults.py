@@ -42,7 +42,7 @@ CHAINS = {
     "ctrl-c-twice": ("update:3:SIGTERM", "update:1:SIGINT half-a-checkpoint:1:SIGINT"),
     "every-file": ("after-last.pt:1:SIGKILL", "half-of-metrics.jsonl:1:SIGKILL", "after-summary.csv:1:SIGKILL"),
 }
-# What `make test` tries; `make faults` tries all of them.
+# What CI tries; `make faults` tries all of them.
 SELECTED = {
     "half-of-config.yaml-SIGKILL-often", "backward-SIGKILL-seldom", "ema-step-SIGKILL-often",
     "update-done-SIGKILL-often", "update-SIGTERM-seldom", "backward-SIGINT-often", "evaluation-of-raw-SIGKILL-often",

@@ -15,6 +15,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("dtype", ["float32", "float16"])  # the interpreter's bfloat16 product is wrong
 def test_kernels_in_the_interpreter(dtype):

@@ -26,6 +26,7 @@ SHAPES = [  # queries, keys, channels of q and k, of v: below, at and above one 
 ]
 
 
+@pytest.mark.slow
 @needs_no_interpreter
 def test_in_the_interpreter():
     assert run_in_interpreter(__file__) >= 30

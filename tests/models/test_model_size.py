@@ -140,6 +140,7 @@ def test_the_largest_linear_model_explains_the_published_59_gigaflops():
     assert math.isclose(plain / 1e9, 59.7, abs_tol=0.05)
 
 
+@pytest.mark.slow
 def test_names_do_not_shadow_models_of_timm():
     """Asked of a process that has never imported this package."""
     code = "import sys, timm; assert 'infvit' not in sys.modules; print(*timm.list_models())"

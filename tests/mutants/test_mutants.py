@@ -68,6 +68,7 @@ def test_the_copy_holds_what_git_does_not_ignore(runner: ModuleType, project: Pa
     assert copied == {".gitignore", "untracked.py", "infvit/__init__.py", "tests/test_it.py"}
 
 
+@pytest.mark.slow
 def test_killed_and_survived(project: Path):
     plant(project, "caught", "a + b", "a * b")
     alone = run(project)

@@ -224,6 +224,7 @@ def test_the_command(sweep: Path, capsys: pytest.CaptureFixture) -> None:
     assert str(sweep / "report.md") in out
 
 
+@pytest.mark.slow
 def test_what_nobody_reads_to_the_end(sweep: Path) -> None:
     """`python -m infvit.report SWEEP | head -1`: the report is written, and there is no traceback."""
     reader, writer = os.pipe()

@@ -77,6 +77,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(EXPERIMENTS))
 def test_two_steps(command: Callable, images: Path, tmp_path: Path, name: str) -> None:
     """With its own recipe, on images of two classes, at another size; of an ablation all jobs."""

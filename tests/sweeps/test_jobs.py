@@ -101,6 +101,7 @@ def test_the_list_of_jobs_grows(tmp_path: Path) -> None:
 # Sweeps
 
 
+@pytest.mark.slow
 def test_a_failing_job_hides_no_other(command: Callable, tmp_path: Path) -> None:
     """Each has its folder, status, log and traceback; the table shows all; the exit code is not 0."""
     ended = command("-m", *TINY, "seed=1,-1,2")
@@ -136,6 +137,7 @@ def test_an_unforeseen_error_is_kept(command: Callable, monkeypatch: pytest.Monk
     assert "in fail" in text
 
 
+@pytest.mark.slow
 def test_the_same_command_skips_what_is_done_and_goes_on_with_the_rest(
     command: Callable, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_job_is_done_only_with_its_own_configuration(command: Callable, tmp_pa
     assert json.loads((tmp_path / "here/status.json").read_text())["state"] == "done"
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_keeps_the_status_of_its_owner(command: Callable, tmp_path: Path) -> None:
     """The lock is per process: the owner is another one."""
     assert command("-m", *TINY, "seed=1", "run_dir=here").code == 0
@@ -268,6 +271,7 @@ def test_a_name_that_is_wrong_leaves_no_jobs(command: Callable, tmp_path: Path) 
     assert not list(tmp_path.rglob("sweep.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("experiment", "key", "values"), [
     ("ablation_gamma", "gamma", [0.3, 0.5, 0.7, 0.9]), ("ablation_activation", "activation", ["relu", "gelu", "abs"]),
 ])  # fmt: skip
@@ -303,6 +307,7 @@ def test_the_ablations(
 # Nothing leaks
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_order_of_jobs(command: Callable, tmp_path: Path) -> None:
     """Jobs with other models, seeds, dropout and switches, forwards, backwards and with one that fails between."""
     orders = {"a": "0.3,0.6,0.9", "b": "0.9,0.3,0.6", "c": "0.6,1.5,0.9,0.3"}
