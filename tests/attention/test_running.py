@@ -123,3 +123,7 @@ def test_matrix_and_gradient():
     negative = continue_pure(core, -leaves[1].abs(), leaves[1].abs(), leaves[2], Mask())  # no score is positive
     assert not negative.out.any()
     assert not torch.autograd.grad(negative.out.sum(), leaves[1])[0].any()
+    core = PureInfSA(H, D, activation="gelu", dtype=torch.float64)
+    core.path = "plain"
+    nothing = torch.zeros_like(q, requires_grad=True)  # no score either, and no derivative of phi that hides a NaN
+    assert torch.autograd.grad(continue_pure(core, nothing, k, v, Mask()).out.sum(), nothing)[0].isfinite().all()
