@@ -32,10 +32,6 @@ class _RunningSquares(CacheLayerMixin):
             setattr(new, name, value)
         return new
 
-    def reset(self) -> None:
-        super().reset()
-        self.squares = None
-
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)  # type: ignore[misc]
         if tokens_to_remove and self.squares is not None:
