@@ -68,6 +68,23 @@ def test_pieces_of_several_documents(sizes):
             assert_close(result[sample][:, document[sample] == number], expected)
 
 
+@pytest.mark.parametrize("gap", [0, 1, 2])
+def test_where_a_document_begins_under_a_window(gap):
+    """Of 3 tokens: behind two of padding the next token could not see what is before them, whatever the documents."""
+    core, (q, k, v) = PureInfSA(H, D, dtype=torch.float64), tokens()
+    real = torch.ones(N, dtype=torch.bool)
+    real[3 : 3 + gap] = False
+    place = torch.arange(N)
+    document = place >= 3 + gap
+    pairs = real & real[:, None] & (document == document[:, None]) & (place[:, None] - place < 3)
+    pairs = pairs.tril()
+    result = continue_pure(core, q, k, v, Mask(pairs=pairs), window=3).out
+    scores = core.phi(q @ k.mT / D) * pairs
+    rows = scores.square().sum(-1)
+    squares = torch.cat([rows[..., :3].cumsum(-1), rows[..., 3:].cumsum(-1)], -1) if gap < 2 else rows.cumsum(-1)
+    assert_close(result, 0.7 * scores / (squares.sqrt()[..., None] + 1e-6) @ v)
+
+
 def test_groups_of_which_one_is_seen_by_all():
     core, (q, k, v) = PureInfSA(H, D, dtype=torch.float64), tokens()
     group = torch.tensor([0, 0, 1, 1, 1, 2, 2, 2, 2])  # the last is seen by all and sees itself alone
