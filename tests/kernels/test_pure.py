@@ -47,6 +47,7 @@ def test_values_and_gradients(shape, dtype, tile):
 def test_a_tile_larger_than_planned_still_holds_a_head(monkeypatch):
     """Equal parts may be half as long again as a tile; 1500 x 767 scores are more than what one thread plans for."""
     monkeypatch.setattr(pure_tiled, "TILE", (10, 5))
+    monkeypatch.setattr(pure_tiled, "WIDTH", 1)
     monkeypatch.setattr(pure_tiled, "SCORES", 25)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     inputs = problem(14, 7, 4, 4)
@@ -259,4 +260,5 @@ def test_tiles_cover_everything_once_and_stay_small(heads, queries, keys):
         assert [i for s in slices for i in range(s.start, s.stop)] == list(range(total))
     group, rows, columns = (max(s.stop - s.start for s in slices) for slices in parts)
     assert rows * columns <= 1536 * 768
+    assert len(parts[2]) == 1 or {(s.stop - s.start) % 16 for s in parts[2][:-1]} == {0}
     assert group == 1 or group * rows * columns <= 1.5 * pure_tiled.SCORES_OFF_CPU

@@ -27,6 +27,7 @@ def second_level_cache() -> int:
 # twice that size. Larger caches were not measured.
 SCORES = max(2**17, min(second_level_cache() // 2, 2**19))  # scores that are worked on at a time, per thread
 TILE = (1024, SCORES // 1024)  # queries, keys: long sequences are cut into equal parts of about this size
+WIDTH = 16  # keys of a tile are a multiple: products whose rows begin anywhere in memory are some 4 % slower
 SCORES_OFF_CPU = 2**24
 
 
@@ -146,8 +147,8 @@ def backward(
 def tiles(q: Tensor, k: Tensor) -> tuple[list[slice], list[slice], list[slice]]:
     """Cuts L heads into groups, and M queries and N keys into equal parts, so that a group of tiles fits the cache."""
     rows, columns = (
-        _slices(total, -(-total // max(1, round(total / size))))
-        for total, size in zip((q.shape[1], k.shape[1]), TILE, strict=True)
+        _slices(total, -(-total // (max(1, round(total / size)) * step)) * step)
+        for total, size, step in zip((q.shape[1], k.shape[1]), TILE, (1, WIDTH), strict=True)
     )
     scores = SCORES * torch.get_num_threads() if q.is_cpu else SCORES_OFF_CPU
     return _slices(q.shape[0], round(scores / (_longest(rows) * _longest(columns)))), rows, columns
