@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,19 @@ def test_an_ablation_of_agf_names_what_is_published(tmp_path: Path, run_folder: 
     table = ablation_table(find_runs(tmp_path), "t")
     assert not [row for row in table.rows if row.metric.endswith("published")]
     assert "DeiT-S 79.8 %, with AGF 80.3 % on ImageNet-1K, 80.6 % and 81.3 % on ImageNet-100" in table.note
+
+
+def test_the_three_ablations_of_agf_make_one_table(tmp_path: Path, run_folder: Callable[..., Path]) -> None:
+    """The folder above the sweeps is given; seeds are taken together in each."""
+    for key, values in (("order", (3, 10)), ("orthogonality", (0.0, 0.5)), ("form", ("uv", "filter"))):
+        for value, seed in product(values, (1, 2)):
+            overrides = [f"model.args.{key}={value}", f"seed={seed}"]
+            run_folder(tmp_path / key / f"{value}-{seed}", overrides, [50.0, 60.0 + seed], model="agf_mini")
+    rows = cells(write_ablation(tmp_path).read_text())
+    assert [label.removeprefix("model.args.") for label in rows[""][0]] == [
+        *("form=filter", "form=uv", "order=3", "order=10", "orthogonality=0.0", "orthogonality=0.5"),
+    ]
+    assert rows["top-1 (%)"] == [["61.50 ± 0.71"] * 6]
 
 
 def test_published_figures_are_those_of_the_specification() -> None:
