@@ -281,6 +281,8 @@ def test_dropout_follows_the_module():
     assert_close(module(X, X, X), module.eval()(X, X, X), rtol=0, atol=0)
     module.train().dropout = 0.9
     assert not torch.equal(module(X, X, X)[0], module(X, X, X)[0])
+    with pytest.raises(ConfigError, match="no weights between pairs"):
+        infvit.convert(nn.MultiheadAttention(8, 2, 0.5, batch_first=True), "efficient")
     factored = infvit.convert(nn.MultiheadAttention(8, 2, batch_first=True), "efficient")
     factored.dropout = 0.5
     with pytest.raises(ConfigError, match="no weights between pairs"):
