@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from infvit.attention import AttentionLayer, LinearInfSA, Mechanism
 from infvit.attention.mechanism import with_defaults
 from infvit.convert import torch as torch_modules
+from infvit.convert.call import follow_dropout
 from infvit.convert.release import translate
 from infvit.convert.report import ConversionReport, Entry
 from infvit.convert.site import Library, Site, build_core, check_mechanism, converted_core, library_class
@@ -261,9 +262,7 @@ def _same(site: Site, cls: type[Mechanism], args: dict[str, Any]) -> bool:
     built = core.__dict__.get("built_with")
     if built is None or with_defaults(cls, built) != with_defaults(cls, args):
         return False
-    if core.attn_drop.p != site.dropout and _core(cls, site, args)[0] is None:
-        return False  # it cannot drop anything; said where the site is refused
-    core.attn_drop.p = site.dropout
+    follow_dropout(core, site.dropout)
     core.train(site.module.training)
     return True
 
