@@ -56,6 +56,7 @@ def test_a_run_trains_gamma_and_comes_back_converted(run):
     layers = [module for module in rebuilt.model.modules() if isinstance(module, LinearInfSA)]
     assert len(layers) == 2
     assert all(abs(gamma - 0.6) > 1e-4 for gamma in path_decays(rebuilt.model))
+    assert {layer.decay.initial for layer in layers} == {0.6}
     maps = attention_maps(rebuilt.model, torch.randn(1, 3, 16, 16))
     assert maps.shape == (2, 1, 2, 2, 2)
     header = (run / "summary.csv").read_text().splitlines()[0]
