@@ -35,7 +35,7 @@ LINEAR_NOTE = (
 )
 PER_TOKEN = re.compile(
     "CausalLM|MaskedLM|LMHead|ForTokenClassification|ForQuestionAnswering|ForConditionalGeneration|ObjectDetection"
-    "|Detr(?!ansformer)|DETR|Segment|DepthEstimation|MaskedImageModeling|GPT|Llama|Mistral|Qwen|Gemma"
+    "|Detr(?!ansformer)|DETR|Segment|DepthEstimation|MaskedImageModeling|Bert|GPT|Llama|Mistral|Qwen|Gemma"
     "|^Feature(List|Dict|Hook|Getter)Net$"  # timm's features_only=True
 )
 PER_TOKEN_PACKAGES = re.compile(r"torchvision\.models\.(detection|segmentation)")

@@ -1,6 +1,7 @@
 """Models of Hugging Face transformers, against themselves with the formula in place of their softmax."""
 
 import copy
+import warnings
 from dataclasses import replace
 from functools import cache
 
@@ -199,6 +200,14 @@ def test_training_of_rt_detr_with_denoising():
     labels = [[{"class_labels": torch.tensor([i]), "boxes": torch.tensor([[0.5, 0.5, 0.2 + i / 9, 0.2]]).double()}] * 2
               for i in (1, 2)]  # fmt: skip
     assert_close(matching(model, labels[0]), matching(model, labels[1]), rtol=0, atol=1e-12)
+
+
+@each([NAMES[name] for name in ("BERT", "GPT-2", "Gemma", "DETR", "ViT")])
+def test_linear_warns_on_language_and_detection(small):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        infvit.convert(plain(small), "infsa_linear")
+    assert [str(warning.message)[:12] for warning in caught] == ["Linear InfSA"] * (small is not NAMES["ViT"])
 
 
 @pytest.mark.parametrize("denoising", [100, 0])
