@@ -20,6 +20,8 @@ from infvit.evaluation.efficiency.subject import Subject, prepare
 from infvit.evaluation.efficiency.worker import in_a_process, perform
 from infvit.models import InfViT
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 QUICK = Settings(rounds=2, warmup=0, energy_seconds=0.01, threads=1)
 
@@ -121,7 +123,6 @@ def test_memory_of_the_scores(ranks: Callable[..., list[Any]]) -> None:
     assert fused["mib"] < scores < unfused["mib"] < 8 * scores
 
 
-@pytest.mark.slow
 def test_memory_that_runs_out_in_a_process_of_its_own() -> None:
     settings = replace(QUICK, memory_limit=6.0 * 1025**2 * 4)
     found = in_a_process(Task("memory", [Cell("vit_mini:unfused", "inference", 128)], settings), 2.0)

@@ -20,6 +20,8 @@ from infvit.engine.parallel import is_sharded, shard
 from infvit.engine.processes import join_processes
 from infvit.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 Config = Callable[..., TrainConfig]
 Ranks = Callable[..., list[Any]]
 SHARDED = {
@@ -124,7 +126,6 @@ def test_checkpoints_go_from_shares_to_a_whole_and_back(rich: Config, ranks: Ran
         assert state["epoch_loss"] == saved["epoch_loss"] > 0
 
 
-@pytest.mark.slow
 def test_an_interrupted_run_goes_on_exactly(rich: Config, ranks: Ranks, outcome: Any, same: Any) -> None:
     """On the same two processes: bitwise."""
     straight, config = rich(SHARDED, run="straight"), rich(SHARDED)

@@ -17,6 +17,8 @@ from infvit.engine import train
 from infvit.engine.checkpoint import read
 from infvit.evaluation import evaluate
 
+pytestmark = pytest.mark.slow
+
 Ranks = Callable[..., list[Any]]
 SCHEMAS: dict[str, Any] = {"model": ModelConfig, "data": DataConfig, "recipe": RecipeConfig}
 

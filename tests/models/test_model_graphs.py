@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import infvit
 from infvit.attention import AttentionLayer
 
+pytestmark = pytest.mark.slow
+
 Build = Callable[..., nn.Module]
 Images = Callable[..., Tensor]
 
