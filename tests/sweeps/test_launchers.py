@@ -36,8 +36,6 @@ def test_other_processes(launcher: str, tmp_path: Path) -> None:
     assert [line.split()[1] for line in lines[1:4]] == ["failed", "done", "done"]
     assert "seed=-1 must be between 0 and 4294967295" in lines[1]
     assert len({status["pid"] for status in found.values()} | {os.getpid()}) > 2, "jobs ran in other processes"
-    if launcher == "submitit_local":
-        return  # tests/cluster/test_submitit.py has its jobs go on
     again = sweep(tmp_path, f"hydra/launcher={launcher}", "seed=1,2")
     assert again.returncode == 0, again.stderr
     assert {
