@@ -76,19 +76,18 @@ def run_once(module: nn.Module, x: Tensor, backward: bool) -> float:
     return elapsed
 
 
-def measure(
-    modules: dict[str, nn.Module], x: Tensor, backward: bool, repeats: int
-) -> dict[str, tuple[float, float, float]]:
-    """Returns the quartiles of each candidate's milliseconds, after one round that does not count."""
+def measure(modules: dict[str, nn.Module], x: Tensor, backward: bool, repeats: int) -> dict[str, list[float]]:
+    """Returns each candidate's milliseconds in each round, after one round that does not count."""
     times: dict[str, list[float]] = {name: [] for name in modules}
     for _ in range(repeats + 1):
         for name, module in modules.items():
             times[name].append(run_once(module, x, backward))
-    return {name: (q[0], q[1], q[2]) for name, t in times.items() for q in [quantiles(t[1:], n=4)]}
+    return {name: t[1:] for name, t in times.items()}
 
 
-def report(results: dict[str, tuple[float, float, float]]) -> None:
+def report(times: dict[str, list[float]]) -> None:
     """Prints the table, and the goals where absorbed and plain form were timed."""
+    results = {name: quantiles(t, n=4) for name, t in times.items()}
     unit = results[PROJECTION][1]
     print(f"{'':28} {'median ms':>10} {'quartiles':>17} {'projections':>12}")
     for name, (low, median, high) in sorted(results.items(), key=lambda item: item[1][1]):

@@ -1,8 +1,8 @@
 """Measures Linear InfSA on a CPU against its goals: `python benchmarks/linear.py` prints every figure.
 
 Times are those of whole branches: the attention with its projections, and the block (norms and residual sums included).
-What is compared runs in turn, round after round in one process, so that a change of the machine's load hits all alike:
-read the ratios of the medians. Memory is the peak resident memory of fresh processes.
+What is compared runs in turn, round after round in one process, so that a change of the machine's load hits all alike;
+a ratio is the median of those of each round. Memory is the peak resident memory of fresh processes.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 from attention import build, measure
@@ -19,7 +20,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 WIDTH, HEADS = 1024, 64
-LENGTHS = {17: (1, 41), 65: (1, 41), 197: (8, 11), 1025: (2, 9), 4097: (1, 7)}
+LENGTHS = {17: (1, 41), 65: (1, 41), 197: (8, 11), 1025: (2, 11), 4097: (1, 11)}
 """Batch and rounds by the number of tokens."""
 GROWTH = (1025, 16385)
 MEMORY_TOKENS, MEMORY_WIDTH, MEMORY_HEADS = 331777, 256, 16
@@ -63,7 +64,8 @@ def block(width: int, heads: int) -> Block:
 
 
 def verdict(kind: str, size: int | str, value: float) -> str:
-    """Returns a figure with what is required of it, and the goal."""
+    """Returns a figure with what is required of it, and the goal; judged is the figure as it is printed."""
+    value = round(value, 3)
     if (kind, size) not in REQUIRED_AND_GOAL:
         return f"{value:.3f}"
     required, goal = REQUIRED_AND_GOAL[kind, size]
@@ -72,16 +74,12 @@ def verdict(kind: str, size: int | str, value: float) -> str:
 
 
 def ratio(kind: str, tokens: int, modules: dict[str, nn.Module], backward: bool = False) -> None:
-    """Times the first module against the others, and prints the ratios; judged is the one against the last."""
+    """Times the first of two modules against the other and prints the ratio, judged."""
     batch, rounds = LENGTHS[tokens]
-    x = torch.randn(batch, tokens, WIDTH)
-    times = {name: quartiles[1] for name, quartiles in measure(modules, x, backward, rounds).items()}
-    first, *others = times
-    for name in others:
-        judged = verdict(kind, tokens, times[first] / times[name])
-        print(
-            f"{batch} x {tokens:5}  {first} {times[first]:.1f} ms / {name} {times[name]:.1f} ms = {judged}", flush=True
-        )
+    times = measure(modules, torch.randn(batch, tokens, WIDTH), backward, rounds)
+    (first, other), (a, b) = times, (median(t) for t in times.values())
+    judged = verdict(kind, tokens, median(x / y for x, y in zip(*times.values(), strict=True)))
+    print(f"{batch} x {tokens:5}  {first} {a:.1f} ms / {other} {b:.1f} ms: {judged}", flush=True)
 
 
 def times_of_branches() -> None:
@@ -110,8 +108,8 @@ def growth() -> None:
     times: list[list[float]] = [[], []]
     for _ in range(3):
         for each, tokens in zip(times, GROWTH, strict=True):
-            each.append(measure({"linear": linear}, torch.randn(1, tokens, WIDTH), False, 3)["linear"][1])
-    short, long = (sorted(each)[1] for each in times)
+            each += measure({"linear": linear}, torch.randn(1, tokens, WIDTH), False, 3)["linear"]
+    short, long = map(median, times)
     print(f"growth, {GROWTH[0]} to {GROWTH[1]} tokens ({GROWTH[1] / GROWTH[0]:.1f}x): {short:.1f} to {long:.1f} ms, "
           f"{verdict('growth', GROWTH[1], long / short)}")  # fmt: skip
 

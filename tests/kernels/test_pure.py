@@ -21,10 +21,12 @@ ACTIVATIONS = pytest.mark.parametrize("activation", PHI)
 
 @pytest.fixture(params=[(1024, 512), (16, 8), (7, 16)], ids=lambda tile: f"tile{tile[0]}x{tile[1]}")
 def tile(request, monkeypatch):
-    """Tiles of the real size, in which these problems fit whole, and small ones, one and a half heads at a time."""
+    """Tiles of the real size, in which these problems fit whole, and small ones, mostly two heads at a time."""
     monkeypatch.setattr(pure_tiled, "TILE", request.param)
     if request.param[0] < 1024:
-        monkeypatch.setattr(pure_tiled, "SCORES", 3 * request.param[0] * request.param[1] // 2)
+        monkeypatch.setattr(pure_tiled, "WIDTH", 1)
+        threads = torch.get_num_threads()
+        monkeypatch.setattr(pure_tiled, "SCORES", 5 * request.param[0] * request.param[1] // (2 * threads))
     return request.param
 
 

@@ -77,22 +77,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, activation: str, causal: bool) -> t
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     squares = q.new_zeros(q.shape[:2])
     heads, rows, columns = tiles(q, k)
+    if not columns:
+        return out.zero_(), squares
     memory = _memory(q, heads, rows, columns)
     for h in heads:
-        pairs = [(j, k[h, j].mT, v[h, j]) for j in columns]
+        pairs = [(j.start, k[h, j].mT, v[h, j]) for j in columns]
         for i in rows:
-            tile_q, total = q[h, i], squares[h, i]
-            product = q.new_zeros(out[h, i].shape)  # not a part of `out`: bmm is slow where it is not contiguous
-            for j, tile_k, tile_v in pairs:
-                if causal and j.start >= i.stop:
+            tile_q, target, norms = q[h, i], out[h, i], []
+            product = target if target.is_contiguous() else target.new_empty(target.shape)  # bmm is slow otherwise
+            for start, tile_k, tile_v in pairs:
+                if causal and start >= i.stop:
                     break
                 scores = _scores(memory, tile_q, tile_k, scale)
                 phi(scores, out=scores)
                 if causal:
-                    scores.tril_(i.start - j.start)
-                total += torch.linalg.vector_norm(scores, dim=-1).square_()
-                product.baddbmm_(scores, tile_v)
-            out[h, i] = product
+                    scores.tril_(i.start - start)
+                norms.append(torch.linalg.vector_norm(scores, dim=-1))
+                torch.baddbmm(product, scores, tile_v, beta=int(start > 0), out=product)
+            squares[h, i] = torch.stack(norms).square_().sum(0)
+            if product is not target:
+                target.copy_(product)
     return out, squares
 
 
@@ -126,7 +130,7 @@ def backward(
                     continue
                 tile_q, tile_grad = q[h, i], grad[h, i]
                 scores = _scores(memory, tile_q, tile_k.mT, scale)
-                phi, dphi = (_tile(m, scores.shape) for m in (memory_phi, memory_grad))
+                phi, dphi = _tile(memory_phi, *scores.shape), _tile(memory_grad, *scores.shape)
                 act.phi(scores, out=phi)
                 if causal:
                     phi.tril_(i.start - j.start)
@@ -169,10 +173,10 @@ def _memory(like: Tensor, *slices: list[slice]) -> Tensor:
     return like.new_empty(heads * rows * columns)
 
 
-def _tile(memory: Tensor, shape: torch.Size) -> Tensor:
-    return memory[: shape.numel()].view(shape)
+def _tile(memory: Tensor, heads: int, rows: int, columns: int) -> Tensor:
+    return memory[: heads * rows * columns].view(heads, rows, columns)
 
 
 def _scores(memory: Tensor, q: Tensor, k_t: Tensor, scale: float) -> Tensor:
-    scores = _tile(memory, torch.Size((*q.shape[:2], k_t.shape[2])))
+    scores = _tile(memory, *q.shape[:2], k_t.shape[2])
     return torch.baddbmm(scores, q, k_t, beta=0, alpha=scale, out=scores)
