@@ -178,5 +178,5 @@ def _tile(memory: Tensor, heads: int, rows: int, columns: int) -> Tensor:
 
 
 def _scores(memory: Tensor, q: Tensor, k_t: Tensor, scale: float) -> Tensor:
-    scores = _tile(memory, *q.shape[:2], k_t.shape[2])
+    scores = _tile(memory, q.shape[0], q.shape[1], k_t.shape[2])
     return torch.baddbmm(scores, q, k_t, beta=0, alpha=scale, out=scores)
