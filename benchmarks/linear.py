@@ -64,13 +64,12 @@ def block(width: int, heads: int) -> Block:
 
 
 def verdict(kind: str, size: int | str, value: float) -> str:
-    """Returns a figure with what is required of it, and the goal; judged is the figure as it is printed."""
-    value = round(value, 3)
+    """Returns a figure with what is required of it, and the goal."""
     if (kind, size) not in REQUIRED_AND_GOAL:
         return f"{value:.3f}"
     required, goal = REQUIRED_AND_GOAL[kind, size]
     word = "goal reached" if value <= goal else "required reached" if value <= required else "NOT reached"
-    return f"{value:.3f} (required {required}, goal {goal}: {word})"
+    return f"{value:.4f} (required {required}, goal {goal}: {word})"
 
 
 def ratio(kind: str, tokens: int, modules: dict[str, nn.Module], backward: bool = False) -> None:
